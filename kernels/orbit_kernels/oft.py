@@ -1,0 +1,114 @@
+"""Orthogonal fine-tuning (OFT) in plain torch: the specification of every faster kernel.
+
+A linear ``y = x W^T`` becomes ``y = (x R) W^T`` with ``R`` block-diagonal and orthogonal. Each block is the Cayley
+transform of a skew-symmetric matrix ``Q``, ``(I + Q)(I - Q)^-1``, exactly or as the truncated Neumann series that peft
+uses. Source: Qiu et al., "Controlling Text-to-Image Diffusion by Orthogonal Finetuning" (arXiv:2306.07280); the series:
+"Orthogonal Finetuning Made Scalable" (arXiv:2506.19847). Tensor layout and the counting of terms are peft's
+(``peft.tuners.oft``), so a checkpoint moves between the two without conversion.
+
+Dimension suffixes: T tokens, D input width, N blocks (D / B), B block size, E free entries of a block, B * (B - 1) / 2.
+"""
+
+import torch
+
+
+def num_blocks(width: int, block_size: int, name: str = "input") -> int:
+    """Number of blocks of a rotation over ``width`` features.
+
+    Raises:
+        ValueError: the block size does not divide the width. It is never rounded.
+    """
+    if width % block_size:
+        divisors = [d for d in (8, 16, 32, 64, 128, 256) if width % d == 0]
+        raise ValueError(
+            f"{name}: width {width} is not a multiple of the OFT block size {block_size}; "
+            f"choose a block size that divides it{f', e.g. one of {divisors}' if divisors else ''}, "
+            "or leave the module out of target_modules"
+        )
+    return width // block_size
+
+
+def num_entries(block_size: int) -> int:
+    """Free entries of one skew-symmetric block: the strict upper triangle."""
+    return block_size * (block_size - 1) // 2
+
+
+def skew_symmetric(entries_NE: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Skew-symmetric blocks [N, B, B] from their strict upper triangles [N, E], row by row."""
+    rows, cols = torch.triu_indices(block_size, block_size, 1, device=entries_NE.device)
+    upper_NBB = entries_NE.new_zeros(entries_NE.shape[0], block_size, block_size)
+    upper_NBB[:, rows, cols] = entries_NE
+    return upper_NBB - upper_NBB.transpose(-2, -1)
+
+
+def cayley(q_NBB: torch.Tensor) -> torch.Tensor:
+    """Exact Cayley transform of skew-symmetric blocks [N, B, B]; orthogonal to rounding."""
+    eye_BB = torch.eye(q_NBB.shape[-1], dtype=q_NBB.dtype, device=q_NBB.device)
+    return torch.linalg.solve(eye_BB + q_NBB, eye_BB - q_NBB, left=False)
+
+
+def cayley_neumann(q_NBB: torch.Tensor, num_terms: int) -> torch.Tensor:
+    """Truncated Neumann series of the Cayley transform, [N, B, B].
+
+    ``I + 2 Q + 2 Q^2 + ... + Q^k`` with ``k = max(num_terms - 1, 3)`` for three terms or more (the last power counts
+    once; peft's counting makes three terms equal four), ``I + 2 Q`` for two. Orthogonal only while Q is small: see
+    ``orthogonality_error``.
+    """
+    r_NBB = torch.eye(q_NBB.shape[-1], dtype=q_NBB.dtype, device=q_NBB.device) + 2.0 * q_NBB
+    if num_terms == 2:
+        return r_NBB
+    power_NBB = q_NBB @ q_NBB
+    r_NBB = r_NBB + 2.0 * power_NBB
+    for _ in range(3, num_terms - 1):
+        power_NBB = power_NBB @ q_NBB
+        r_NBB = r_NBB + 2.0 * power_NBB
+    return r_NBB + power_NBB @ q_NBB
+
+
+def rotation(entries_NE: torch.Tensor, block_size: int, cayley_neumann_terms: int | None) -> torch.Tensor:
+    """Rotation blocks [N, B, B] in fp32 (fp64 for fp64 entries) from the adapter's entries [N, E] of any float dtype.
+
+    Args:
+        entries_NE: the trained tensor, as peft stores it (``oft_R.weight``).
+        block_size: B.
+        cayley_neumann_terms: terms of the series, ``None`` for the exact transform.
+    """
+    wide = torch.promote_types(entries_NE.dtype, torch.float32)
+    q_NBB = skew_symmetric(entries_NE.to(wide), block_size)
+    return cayley(q_NBB) if cayley_neumann_terms is None else cayley_neumann(q_NBB, cayley_neumann_terms)
+
+
+def rotate(x_TD: torch.Tensor, r_NBB: torch.Tensor) -> torch.Tensor:
+    """Apply the block-diagonal rotation to activations: ``x R``, same shape and dtype as ``x``.
+
+    The blocks are rounded to the activations' dtype first, as a tensor-core kernel would have them; trainer and server
+    both round, so they compute the same numbers. The identity is exact in every dtype.
+
+    Args:
+        x_TD: activations [..., D].
+        r_NBB: blocks [N, B, B] with N * B = D.
+    """
+    n, b, _ = r_NBB.shape
+    x_NTB = x_TD.reshape(-1, n, b).transpose(0, 1)
+    return torch.bmm(x_NTB, r_NBB.to(x_TD.dtype)).transpose(0, 1).reshape(x_TD.shape)
+
+
+def merge(weight_OD: torch.Tensor, r_NBB: torch.Tensor) -> torch.Tensor:
+    """The weight ``W R^T`` whose plain linear equals the rotated one; computed in the rotation's dtype."""
+    return rotate(weight_OD.to(r_NBB.dtype), r_NBB.transpose(-2, -1))
+
+
+def unmerge(merged_OD: torch.Tensor, r_NBB: torch.Tensor) -> torch.Tensor:
+    """Undo ``merge``. Solves with ``R`` rather than trusting its transpose, which a truncated series only approaches."""
+    n, b, _ = r_NBB.shape
+    blocks_NBO = merged_OD.to(r_NBB.dtype).reshape(-1, n, b).permute(1, 2, 0)
+    return torch.linalg.solve(r_NBB, blocks_NBO).permute(2, 0, 1).reshape(merged_OD.shape)
+
+
+def orthogonality_error(r_NBB: torch.Tensor) -> torch.Tensor:
+    """Frobenius norm of ``R^T R - I`` per block, [N], dimensionless; 0 for an exact rotation.
+
+    For the five-term series an eigenvalue ``i t`` of Q contributes about ``2 t^4``.
+    """
+    eye_BB = torch.eye(r_NBB.shape[-1], dtype=r_NBB.dtype, device=r_NBB.device)
+    return torch.linalg.matrix_norm(r_NBB.transpose(-2, -1) @ r_NBB - eye_BB)

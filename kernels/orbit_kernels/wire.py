@@ -1,0 +1,149 @@
+"""The payload that carries one adapter version from trainer to server, and what the two say about it.
+
+A payload is a safetensors file in memory: peft's tensor names, and the text of peft's ``adapter_config.json`` under the
+metadata key ``adapter_config``. No pickle, no compression: its size is the adapter's own plus the header.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+
+from orbit_kernels import oft
+from orbit_kernels.adapter import AdapterConfig, module_name, tensor_name
+
+BASE_VERSION = 0
+"""The adapter-off base model: always available, never staged."""
+
+METADATA_KEY = "adapter_config"
+ADAPTER_DTYPES = (torch.bfloat16, torch.float32)
+
+
+class AdapterError(ValueError):
+    """A payload that the receiver refuses, with every problem found, not only the first."""
+
+    def __init__(self, problems: Iterable[str]):
+        self.problems = list(problems)
+        super().__init__("; ".join(self.problems))
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """Tensors by peft's names, and the configuration that they were made with."""
+
+    tensors: Mapping[str, torch.Tensor]
+    config: AdapterConfig
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensors in bytes, without the header."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def digest(self) -> str:
+        """SHA-256 over names, dtypes, shapes, values and configuration; independent of the tensors' order."""
+        digest = hashlib.sha256(self.config.to_peft_json().encode())
+        for name in sorted(self.tensors):
+            tensor = self.tensors[name].detach().cpu().contiguous()
+            digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+            digest.update(tensor.flatten().view(torch.uint8).numpy())
+        return digest.hexdigest()
+
+    def encode(self) -> bytes:
+        """The payload."""
+        # Copies, because safetensors refuses tensors that share memory, as the parts of a tied projection do.
+        tensors = {
+            name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+            for name, tensor in self.tensors.items()
+        }
+        return safetensors.torch.save(tensors, metadata={METADATA_KEY: self.config.to_peft_json()})
+
+    @classmethod
+    def decode(cls, payload: bytes) -> "Adapter":
+        """Read a payload; the tensors are copies.
+
+        Raises:
+            AdapterError: not safetensors, no configuration, or a configuration that is not supported.
+        """
+        try:
+            tensors = safetensors.torch.load(payload)
+        except (safetensors.SafetensorError, ValueError, KeyError) as error:
+            raise AdapterError([f"the body is not a safetensors file: {error}"]) from None
+        text = _metadata(payload).get(METADATA_KEY)
+        if text is None:
+            raise AdapterError(
+                [f"the safetensors metadata has no {METADATA_KEY!r}: put peft's adapter_config.json there"]
+            )
+        try:
+            config = AdapterConfig.from_peft_json(text)
+        except ValueError as error:
+            raise AdapterError([str(error)]) from None
+        return cls(tensors, config)
+
+    def check(self, widths: Mapping[str, int]) -> None:
+        """Hold the tensors against the linears of a model.
+
+        Args:
+            widths: input width of every linear that can carry an adapter, by Hugging Face module name.
+
+        Raises:
+            AdapterError: unknown or missing tensors, wrong shapes or dtypes, or values that are not finite; all listed.
+        """
+        problems = []
+        expected = {tensor_name(module): module for module in widths if self.config.targets(module)}
+        if not expected:
+            problems.append(
+                f"target_modules {list(self.config.target_modules)} match no linear of the model; "
+                f"known leaf names: {sorted({module.rsplit('.', 1)[-1] for module in widths})}"
+            )
+        for name in sorted(self.tensors.keys() - expected.keys()):
+            known = module_name(name) in widths
+            reason = "not in the configuration's target_modules" if known else "no such linear in the model"
+            problems.append(f"{name}: unknown tensor, {reason}")
+        problems += [
+            f"{name}: missing, although its module is targeted"
+            for name in sorted(expected.keys() - self.tensors.keys())
+        ]
+        for name in sorted(expected.keys() & self.tensors.keys()):
+            problems += self._tensor_problems(name, widths[expected[name]])
+        if problems:
+            raise AdapterError(problems)
+
+    def _tensor_problems(self, name: str, width: int) -> list[str]:
+        tensor, block = self.tensors[name], self.config.block_size
+        if width % block:
+            return [f"{name}: block size {block} does not divide the input width {width}"]
+        shape = (width // block, oft.num_entries(block))
+        if tuple(tensor.shape) != shape:
+            return [f"{name}: shape {tuple(tensor.shape)}, expected {shape}"]
+        if tensor.dtype not in ADAPTER_DTYPES:
+            return [f"{name}: dtype {tensor.dtype}, expected one of {[str(dtype) for dtype in ADAPTER_DTYPES]}"]
+        if not torch.isfinite(tensor).all():
+            return [f"{name}: holds values that are not finite"]
+        return []
+
+
+def version_spans(versions: Iterable[int]) -> list[list[int]]:
+    """Run-length form ``[[version, first_token, count], ...]`` of one version per token."""
+    spans: list[list[int]] = []
+    for index, version in enumerate(versions):
+        if spans and spans[-1][0] == version:
+            spans[-1][2] += 1
+        else:
+            spans.append([version, index, 1])
+    return spans
+
+
+def error_body(code: str, message: str, detail: Any = None) -> dict[str, Any]:
+    """The JSON body of every refusal: ``{"error": {"code", "message", "detail"}}``."""
+    return {"error": {"code": code, "message": message, "detail": detail}}
+
+
+def _metadata(payload: bytes) -> dict[str, str]:
+    """The metadata of a safetensors buffer that the library has already accepted."""
+    header_bytes = int.from_bytes(payload[:8], "little")
+    return json.loads(payload[8 : 8 + header_bytes]).get("__metadata__", {})
