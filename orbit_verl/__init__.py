@@ -1,0 +1,1 @@
+"""Trainer side: the verl plugin."""

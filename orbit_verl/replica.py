@@ -1,0 +1,102 @@
+"""verl's SGLang replica with adapter slots: version spans per sample, a base that stays resident, no aborted samples."""
+
+from typing import Any
+
+import ray
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import ServerArgs
+from verl.workers.rollout.replica import TokenOutput
+from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
+
+VERSIONS_KEY = "orbit_versions"
+
+
+class RejectedSample(RuntimeError):
+    """A reply that must not be trained on; verl drops the prompt's group and asks for another."""
+
+
+class OrbitHttpServer(SGLangHttpServer):
+    """The Ray actor that runs an SGLang server with slots."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._replies: dict[str, dict[str, Any]] = {}
+
+    async def launch_server(self, master_address: str | None = None, master_port: int | None = None):
+        """Start the server; SGLang's plugins first, since verl builds ServerArgs before SGLang would load them."""
+        load_plugins()
+        if "enable_orbit_slots" not in ServerArgs.__dataclass_fields__:
+            raise RuntimeError("SGLang did not load Orbit's server plugin: `orbit doctor` says why")
+        await super().launch_server(master_address, master_port)
+        self._keep_replies()
+
+    def _keep_replies(self) -> None:
+        """Keep each reply until ``generate`` has read it: verl passes on neither versions nor the reason of an abort."""
+        upstream = self.tokenizer_manager.generate_request
+
+        async def generate_request(request, *args, **kwargs):
+            async for reply in upstream(request, *args, **kwargs):
+                self._replies[request.rid] = reply
+                yield reply
+
+        self.tokenizer_manager.generate_request = generate_request
+
+    async def generate(self, prompt_ids, sampling_params: dict[str, Any], request_id: str, **kwargs) -> TokenOutput:
+        """Generate, and report the adapter version of every token.
+
+        Raises:
+            RejectedSample: aborted, or tokens and log-probs do not match one to one.
+        """
+        try:
+            output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
+        finally:
+            reply = self._replies.pop(request_id, None)
+        check_reply(reply)
+        spans = reply["meta_info"][VERSIONS_KEY]
+        versions = [version for version, _, _ in spans] or [self.global_steps + 1]
+        output.extra_fields.update(
+            {
+                VERSIONS_KEY: spans,
+                "min_global_steps": min(versions) - 1,
+                "max_global_steps": max(versions) - 1,
+            }
+        )
+        return output
+
+    async def sleep(self):
+        """Free the KV cache; the frozen base stays."""
+        await self.release_kv_cache()
+
+    async def wake_up(self):
+        """Take the KV cache back."""
+        await self.resume_kv_cache()
+
+
+def check_reply(reply: dict[str, Any] | None) -> None:
+    """Refuse a reply that was cut short or whose log-probs do not pair with its tokens.
+
+    Raises:
+        RejectedSample: with the reason.
+    """
+    if reply is None:
+        raise RejectedSample("the server ended the request without a reply")
+    meta_info = reply["meta_info"]
+    finish_reason = (meta_info.get("finish_reason") or {}).get("type")
+    if finish_reason == "abort":
+        raise RejectedSample(
+            f"the server aborted the request: {meta_info['finish_reason'].get('message', 'no reason given')}"
+        )
+    log_probs = meta_info.get("output_token_logprobs")
+    if log_probs is not None and len(log_probs) != len(reply["output_ids"]):
+        raise RejectedSample(
+            f"{len(reply['output_ids'])} tokens with {len(log_probs)} log-probs: they cannot be paired"
+        )
+
+
+class OrbitReplica(SGLangReplica):
+    """A replica whose server has adapter slots."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if not (self.is_reward_model or self.is_teacher_model):
+            self.server_class = ray.remote(OrbitHttpServer)

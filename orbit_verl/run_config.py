@@ -1,0 +1,209 @@
+"""What ``trainer.strategy=orbit`` makes of verl's configuration, and what it refuses, before Ray starts.
+
+Settings that follow from the strategy are filled in where the run still has verl's default; any other value of the
+user's is either right or refused, never replaced.
+"""
+
+import dataclasses
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+from verl.plugin.platform import get_platform
+from verl.utils.config import omega_conf_to_dataclass
+
+from orbit_kernels.oft import num_blocks
+from orbit_verl.config import OrbitConfig
+
+logger = logging.getLogger(__name__)
+
+TRAINER_MODES = ("sync", "separate_async")
+ROLLOUT = "actor_rollout_ref.rollout"
+SGLANG = f"{ROLLOUT}.engine_kwargs.sglang"
+LOOPBACK = "127.0.0.2"  # Ray 2.60 replaces 127.0.0.1 by the machine's outward address (_private/services.py)
+
+
+@dataclasses.dataclass(frozen=True)
+class Implied:
+    """A setting that follows from the strategy: verl's default for it, and the only value that works."""
+
+    key: str
+    default: Any
+    value: Any
+    reason: str
+
+
+def is_orbit(config: DictConfig) -> bool:
+    """Whether the run asked for the strategy."""
+    return OmegaConf.select(config, "trainer.strategy") == "orbit"
+
+
+def resolve(config: DictConfig) -> OrbitConfig:
+    """Check the run, fill in what follows from the strategy (in place), and return Orbit's own keys.
+
+    Raises:
+        ValueError: an unknown key, or a value or combination that cannot work, with the fix.
+    """
+    orbit = read_orbit_config(config)
+    checkpoint = read_model_config(config)
+    with open_dict(config):
+        for implied in _implied_settings(config, orbit, checkpoint):
+            _fill_in(config, implied)
+    _check_run(config)
+    _check_widths(orbit, checkpoint)
+    return orbit
+
+
+def read_orbit_config(config: DictConfig) -> OrbitConfig:
+    """The validated ``orbit`` group.
+
+    Raises:
+        ValueError: an unknown key or a bad value.
+    """
+    _refuse_unknown_keys("orbit", config.orbit, OrbitConfig)
+    try:
+        return omega_conf_to_dataclass(config.orbit)
+    except Exception as error:  # Hydra wraps the ValueError of a dataclass in its own type
+        raise ValueError(str(error.__cause__ or error)) from error
+
+
+def read_model_config(config: DictConfig) -> dict[str, Any]:
+    """The checkpoint's ``config.json``.
+
+    Raises:
+        ValueError: the folder or the file is missing.
+    """
+    path = Path(os.path.expanduser(str(config.actor_rollout_ref.model.path)))
+    file = path / "config.json"
+    if not file.is_file():
+        raise ValueError(
+            f"actor_rollout_ref.model.path={str(path)!r}: no config.json there; "
+            "give the folder of a Hugging Face checkpoint on this machine"
+        )
+    return json.loads(file.read_text())
+
+
+def _refuse_unknown_keys(prefix: str, node: DictConfig, schema: type) -> None:
+    known = {field.name: field for field in dataclasses.fields(schema)}
+    for key, value in node.items():
+        if key == "_target_":
+            continue
+        if key not in known:
+            raise ValueError(f"{prefix}.{key}: unknown key; the keys of {prefix} are {', '.join(sorted(known))}")
+        if isinstance(value, DictConfig) and dataclasses.is_dataclass(known[key].type):
+            _refuse_unknown_keys(f"{prefix}.{key}", value, known[key].type)
+
+
+def _implied_settings(config: DictConfig, orbit: OrbitConfig, checkpoint: dict[str, Any]) -> list[Implied]:
+    dtype = checkpoint.get("dtype") or checkpoint.get("torch_dtype") or "bfloat16"
+    adapter = orbit.adapter
+    implied = [
+        Implied(f"{ROLLOUT}.name", None, "sglang", "adapter slots exist in SGLang servers"),
+        Implied(f"{ROLLOUT}.mode", "async", "async", "requests run while a version is staged"),
+        Implied(f"{ROLLOUT}.checkpoint_engine.backend", "naive", "orbit", "only the adapter travels"),
+        Implied(f"{ROLLOUT}.checkpoint_engine.custom_backend_module", None, "orbit_verl.sync", "registers the backend"),
+        Implied(f"{ROLLOUT}.load_format", "dummy", "auto", "the base comes from the checkpoint and is never sent"),
+        Implied(f"{ROLLOUT}.dtype", "bfloat16", dtype, "trainer and server hold the checkpoint's bits"),
+        Implied(f"{ROLLOUT}.calculate_log_probs", True, True, "parity compares them with the trainer's"),
+        Implied(f"{SGLANG}.enable_orbit_slots", None, True, "the server side of the strategy"),
+        Implied(f"{SGLANG}.orbit_adapter", None, adapter.type, "orbit.adapter.type"),
+        Implied(f"{SGLANG}.orbit_block_size", None, adapter.block_size, "orbit.adapter.block_size"),
+        Implied(f"{SGLANG}.orbit_fused", None, adapter.fused, "orbit.adapter.fused"),
+        Implied(
+            "trainer.v1.sampler.max_off_policy_threshold",
+            8,
+            orbit.staleness.max_versions,
+            "orbit.staleness.max_versions",
+        ),
+    ]
+    if config.trainer.v1.trainer_mode == "separate_async":
+        implied.append(
+            Implied("actor_rollout_ref.hybrid_engine", True, False, "servers keep generating while training")
+        )
+    if get_platform().device_name == "cpu":
+        implied += _implied_on_cpu(config)
+    return implied
+
+
+def _implied_on_cpu(config: DictConfig) -> list[Implied]:
+    rollout = config.actor_rollout_ref.rollout
+    workers = config.trainer.n_gpus_per_node * config.trainer.nnodes + rollout.n_gpus_per_node * rollout.nnodes
+    reason = "no accelerator on this machine"
+    return [
+        Implied("trainer.device", "cuda", "cpu", reason),
+        Implied(f"{ROLLOUT}.free_cache_engine", True, False, reason),
+        Implied(f"{ROLLOUT}.enforce_eager", False, True, reason),
+        Implied(f"{ROLLOUT}.tensor_model_parallel_size", 2, 1, reason),
+        Implied(f"{SGLANG}.device", None, "cpu", reason),
+        Implied(f"{SGLANG}.attention_backend", None, "torch_native", reason),
+        Implied(f"{SGLANG}.enable_memory_saver", None, False, reason),
+        Implied("actor_rollout_ref.actor.use_torch_compile", True, False, reason),
+        Implied("ray_kwargs.ray_init.num_gpus", None, workers, "verl counts workers in Ray's logical GPUs"),
+        Implied("ray_kwargs.ray_init.num_cpus", None, 4 * workers + 8, "Ray's CPUs are logical: one an actor"),
+        Implied("ray_kwargs.ray_init._node_ip_address", None, LOOPBACK, "one machine: nothing beyond loopback"),
+        Implied("ray_kwargs.ray_init.include_dashboard", None, False, "one machine"),
+    ]
+
+
+def _fill_in(config: DictConfig, implied: Implied) -> None:
+    current = None if _is_missing(config, implied.key) else OmegaConf.select(config, implied.key)
+    if current == implied.value:
+        return
+    if current != implied.default:
+        raise ValueError(
+            f"{implied.key}={current!r}: trainer.strategy=orbit needs {implied.value!r} ({implied.reason}); "
+            "leave the key out"
+        )
+    OmegaConf.update(config, implied.key, implied.value, force_add=True)
+    logger.info("orbit: %s=%r (%s)", implied.key, implied.value, implied.reason)
+
+
+def _check_run(config: DictConfig) -> None:
+    """Refuse combinations of verl's own keys that cannot work."""
+    rollout = config.actor_rollout_ref.rollout
+    mode = config.trainer.v1.trainer_mode
+    if not config.trainer.use_v1 or mode not in TRAINER_MODES:
+        raise ValueError(
+            f"trainer.v1.trainer_mode={mode!r}, trainer.use_v1={config.trainer.use_v1}: trainer.strategy=orbit runs in "
+            f"verl's V1 trainer with one of {', '.join(TRAINER_MODES)}"
+        )
+    if rollout.top_p != 1 or rollout.top_k != -1:
+        raise ValueError(
+            f"{ROLLOUT}.top_p={rollout.top_p}, top_k={rollout.top_k}: a truncated distribution is not the one whose "
+            "log-probs are trained, so every ratio would be wrong; use top_p=1 and top_k=-1"
+        )
+    if OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode"):
+        raise ValueError(
+            "algorithm.rollout_correction.bypass_mode=true skips the trainer's own log-probs, so parity could not be "
+            "measured; set it to false"
+        )
+    if config.algorithm.adv_estimator == "gae":
+        raise ValueError(
+            "algorithm.adv_estimator=gae needs a critic, which trainer.strategy=orbit does not train; "
+            "use grpo or another estimator without a value model"
+        )
+    model = config.actor_rollout_ref.model
+    if model.get("lora_rank", 0) > 0 or model.get("lora", {}).get("rank", 0) > 0 or model.get("lora_adapter_path"):
+        raise ValueError(
+            "actor_rollout_ref.model.lora*: verl's own LoRA is not Orbit's adapter; describe the adapter under orbit.adapter"
+        )
+
+
+def _check_widths(orbit: OrbitConfig, checkpoint: dict[str, Any]) -> None:
+    """Refuse a block size that does not divide a targeted linear, by name."""
+    heads, hidden = checkpoint.get("num_attention_heads"), checkpoint.get("hidden_size")
+    if heads is None or hidden is None:
+        return  # not a plain decoder configuration: the engine refuses what it cannot build
+    head_dim = checkpoint.get("head_dim") or hidden // heads
+    widths = {"o_proj": heads * head_dim, "down_proj": checkpoint["intermediate_size"]}
+    for target in orbit.adapter.target_modules:
+        num_blocks(widths.get(target, hidden), orbit.adapter.block_size, f"orbit.adapter.block_size: {target}")
+
+
+def _is_missing(config: DictConfig, key: str) -> bool:
+    parent, _, leaf = key.rpartition(".")
+    node = OmegaConf.select(config, parent)
+    return node is None or leaf not in node or OmegaConf.is_missing(node, leaf)

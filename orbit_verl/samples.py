@@ -1,0 +1,67 @@
+"""Tokens of a training batch as verl's TransferQueue holds them, with the version that sampled each.
+
+Suffixes: T trained tokens of the batch, in row order; R tokens of one row's response.
+"""
+
+import dataclasses
+
+import torch
+import transfer_queue as tq
+from transfer_queue import KVBatchMeta
+from verl.workers.utils.padding import response_from_nested
+
+UNKNOWN_VERSION = -1
+"""Version of a token whose row mixes versions in a way that its spans do not tell (several turns)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SampledTokens:
+    """One entry for each token that the loss sees.
+
+    Attributes:
+        sampled_T: log-prob reported by the server.
+        trained_T: log-prob computed by the trainer.
+        versions_T: adapter version that sampled the token.
+        version_of_row: for rows sampled by one version, row index in the batch -> version.
+    """
+
+    sampled_T: torch.Tensor
+    trained_T: torch.Tensor
+    versions_T: torch.Tensor
+    version_of_row: dict[int, int]
+
+    @classmethod
+    def read(cls, batch: KVBatchMeta, trained_field: str = "old_log_probs") -> "SampledTokens":
+        """Fetch a batch from the TransferQueue; padding rows are left out."""
+        fields = ["rollout_log_probs", trained_field, "response_mask", "extra_fields"]
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+        if trained_field == "log_probs":
+            data[trained_field] = response_from_nested(data[trained_field], data["response_mask"])
+        sampled, trained, versions, version_of_row = [], [], [], {}
+        for row, extra_fields in enumerate(data["extra_fields"]):
+            if batch.tags[row].get("is_padding", False):
+                continue
+            mask_R = data["response_mask"][row].bool()
+            sampled.append(data["rollout_log_probs"][row][mask_R])
+            trained.append(data[trained_field][row][mask_R])
+            row_versions = token_versions(extra_fields, int(mask_R.sum()))
+            versions.append(row_versions)
+            if len(set(row_versions)) == 1 and row_versions[0] != UNKNOWN_VERSION:
+                version_of_row[row] = row_versions[0]
+        flat_versions = [version for row_versions in versions for version in row_versions]
+        return cls(torch.cat(sampled), torch.cat(trained), torch.tensor(flat_versions), version_of_row)
+
+
+def token_versions(extra_fields: dict, num_tokens: int) -> list[int]:
+    """The version of each trained token of a sample.
+
+    Args:
+        extra_fields: the sample's, as ``OrbitHttpServer.generate`` fills them.
+        num_tokens: trained tokens, at most as many as were generated (verl cuts a response to its limit).
+    """
+    spans = extra_fields["orbit_versions"]
+    versions = [version for version, _, count in spans for _ in range(count)]
+    if len(versions) >= num_tokens:
+        return versions[:num_tokens]
+    oldest, newest = extra_fields["min_global_steps"] + 1, extra_fields["max_global_steps"] + 1
+    return [oldest if oldest == newest else UNKNOWN_VERSION] * num_tokens

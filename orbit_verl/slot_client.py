@@ -1,0 +1,133 @@
+"""The trainer's side of a server's slot routes: stage, activate, status, with retries inside one deadline."""
+
+import asyncio
+import dataclasses
+import logging
+import time
+from typing import Any
+
+import httpx
+
+logger = logging.getLogger(__name__)
+
+RETRY_PAUSE_S = 0.25
+
+
+class SlotError(RuntimeError):
+    """A server refused a version or did not answer in time; holds the server's own text."""
+
+
+@dataclasses.dataclass
+class Refusal(Exception):
+    """One answer of a server that is not a success."""
+
+    status: int
+    code: str
+    message: str
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether the same request can succeed later: the slot drains, a stage ends, a restart is over."""
+        return self.status in (409, 503) or self.status >= 500
+
+    def __str__(self) -> str:
+        return f"HTTP {self.status} {self.code}: {self.message}"
+
+
+class SlotClient:
+    """Slots of one server.
+
+    Args:
+        address: ``host:port`` of the SGLang server.
+        timeout_s: limit of one call including its retries, in seconds.
+        attempts: tries after a connection failure or a server error; a slot that is still in use is asked again
+            until the deadline.
+    """
+
+    def __init__(self, address: str, timeout_s: float, attempts: int):
+        self.address = address
+        self._timeout_s = timeout_s
+        self._attempts = attempts
+
+    async def status(self) -> dict[str, Any]:
+        """The server's ``/orbit/status``."""
+        return await self._call("GET", "/orbit/status")
+
+    async def stage(self, version: int, payload: bytes, digest: str) -> dict[str, Any]:
+        """Put a version into the inactive slot and check that what arrived is what was sent.
+
+        Raises:
+            SlotError: refused, unreachable until the deadline, or the digests differ.
+        """
+        answer = await self._call("POST", "/orbit/stage", version, params={"version": version}, content=payload)
+        if answer.get("digest") != digest:
+            raise SlotError(
+                f"{self.address}: version {version} arrived with digest {answer.get('digest')}, sent with {digest}"
+            )
+        return answer
+
+    async def activate(self, version: int, inflight: str) -> dict[str, Any]:
+        """Make a staged version the active one at the next batch boundary.
+
+        Raises:
+            SlotError: refused, or unreachable until the deadline.
+        """
+        return await self._call("POST", "/orbit/activate", version, json={"version": version, "inflight": inflight})
+
+    async def _call(self, method: str, path: str, version: int | None = None, **request) -> dict[str, Any]:
+        deadline = time.monotonic() + self._timeout_s
+        failures = 0
+        async with httpx.AsyncClient(base_url=f"http://{self.address}", trust_env=False) as http:
+            while True:
+                try:
+                    return await self._once(http, deadline, method, path, **request)
+                except Refusal as refusal:
+                    problem = refusal
+                    failures += refusal.status >= 500
+                    if not refusal.may_pass:
+                        break
+                except httpx.TransportError as error:
+                    problem = f"no answer: {type(error).__name__} {error}".strip()
+                    failures += 1
+                if version is not None and failures and (answer := await self._already_done(http, path, version)):
+                    return answer
+                if failures >= self._attempts or time.monotonic() + RETRY_PAUSE_S >= deadline:
+                    break
+                await asyncio.sleep(RETRY_PAUSE_S)
+        raise SlotError(f"{self.address}{path}: {problem}")
+
+    async def _once(
+        self, http: httpx.AsyncClient, deadline: float, method: str, path: str, **request
+    ) -> dict[str, Any]:
+        left_s = max(0.05, deadline - time.monotonic())
+        # httpx limits each read, not the whole exchange: a server that trickles bytes must not outlive the deadline.
+        try:
+            response = await asyncio.wait_for(http.request(method, path, timeout=left_s, **request), left_s)
+        except TimeoutError:
+            raise httpx.ReadTimeout(f"nothing within {left_s:.1f} s") from None
+        if response.is_success:
+            return response.json()
+        raise _refusal(response)
+
+    async def _already_done(self, http: httpx.AsyncClient, path: str, version: int) -> dict[str, Any] | None:
+        """What the answer would have been, when a request took effect but its answer was lost."""
+        try:
+            response = await http.get("/orbit/status", timeout=RETRY_PAUSE_S * 4)
+            status = response.json() if response.is_success else {}
+        except httpx.TransportError:
+            return None
+        if path.endswith("stage"):
+            staged = (slot for slot in status.get("slots", ()) if slot["state"] == "staged")
+            return next((slot for slot in staged if slot["version"] == version), None)
+        if status.get("active_version") != version:
+            return None
+        return {**status, "pause_ms": status["last_activate_pause_ms"]}
+
+
+def _refusal(response: httpx.Response) -> Refusal:
+    try:
+        error = response.json()["error"]
+        detail = f" {error['detail']}" if error.get("detail") else ""
+        return Refusal(response.status_code, str(error.get("code")), f"{error.get('message')}{detail}")
+    except (ValueError, KeyError, TypeError):
+        return Refusal(response.status_code, "unknown", response.text[:500])

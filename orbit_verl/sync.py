@@ -1,0 +1,163 @@
+"""verl's checkpoint engine ``orbit``: a step's adapter goes to every server's inactive slot and is then activated.
+
+Nothing is aborted, resubmitted or paused: servers keep generating while a version is staged.
+"""
+
+import asyncio
+import time
+from typing import Any
+
+import ray
+from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineManager, CheckpointEngineRegistry
+from verl.utils.ray_utils import auto_await
+from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
+
+from orbit_kernels.wire import Adapter
+from orbit_verl.config import SlotSettings
+from orbit_verl.slot_client import SlotClient
+
+BACKEND = "orbit"
+
+
+def version_of(global_steps: int) -> int:
+    """The adapter version that holds the result of this many steps. Version 0 is the base, so the start is 1."""
+    return global_steps + 1
+
+
+@CheckpointEngineRegistry.register(BACKEND)
+class OrbitCheckpointEngine(CheckpointEngine):
+    """Sends adapters from the trainer's first rank; all other ranks only take part in gathering them.
+
+    Args:
+        bucket_size: verl's bucket in bytes; unused, an adapter is one payload.
+        is_master: whether this rank sends.
+    """
+
+    def __init__(self, bucket_size: int, is_master: bool = False):
+        self.is_master = is_master
+        self._clients: list[SlotClient] = []
+        self._slots = SlotSettings()
+
+    def connect(self, servers: list[str], slots: SlotSettings) -> None:
+        """Set the servers (``host:port``) of the next versions."""
+        self._slots = slots
+        self._clients = [SlotClient(server, slots.timeout_s, slots.attempts) for server in servers]
+
+    async def send_weights(self, weights: Adapter, global_steps: int | None = None) -> dict[str, float]:
+        """Stage the adapter on every server, then activate it on every server.
+
+        Returns:
+            The ``orbit/sync/*`` and ``orbit/version/served`` metrics; empty on other ranks than the first.
+
+        Raises:
+            SlotError: a server refused the version or did not answer; versions that were active stay active where the
+                activation had not happened yet.
+        """
+        if not self.is_master:
+            return {}
+        version, started = version_of(global_steps), time.perf_counter()
+        payload, digest = weights.encode(), weights.digest()
+        encoded = time.perf_counter()
+        await asyncio.gather(*(client.stage(version, payload, digest) for client in self._clients))
+        staged = time.perf_counter()
+        answers = await asyncio.gather(*(client.activate(version, self._slots.inflight) for client in self._clients))
+        return {
+            "orbit/sync/bytes": len(payload),
+            "orbit/sync/export_s": encoded - started,
+            "orbit/sync/stage_s": staged - encoded,
+            "orbit/version/served": min((served_version(answer) for answer in answers), default=version),
+            **_activation_metrics(answers),
+        }
+
+    def prepare(self) -> dict[str, Any]:
+        """Nothing to allocate."""
+        return {}
+
+    @classmethod
+    def build_topology(cls, actor_wg_world_size, rollout_world_size, metadata):
+        """No process group: the servers are reached over HTTP."""
+        return {}, {}
+
+    def init_process_group(self, **kwargs):
+        """No process group."""
+
+    def finalize(self):
+        """Nothing to free."""
+
+    async def receive_weights(self, global_steps=None):
+        """Rollout workers receive nothing; the servers do."""
+        raise NotImplementedError("adapters reach the servers over HTTP, not through rollout workers")
+
+
+class OrbitCheckpointManager(CheckpointEngineManager):
+    """Moves versions from the trainer's workers to the replicas, without pausing them.
+
+    Args:
+        upstream: the manager that verl built; its workers and replicas are taken over.
+        slots: how versions are handed over.
+    """
+
+    def __init__(self, upstream: CheckpointEngineManager, slots: SlotSettings):
+        self.config = upstream.config
+        self.backend = BACKEND
+        self.backend_cls = OrbitCheckpointEngine
+        self.actor_wg = upstream.actor_wg
+        self.replicas = upstream.replicas
+        self._slots = slots
+
+    @auto_await
+    async def update_weights(self, global_steps: int | None = None) -> dict[str, float]:
+        """Publish the adapter after ``global_steps`` steps and return the sync's metrics.
+
+        verl also calls this without steps, to wake replicas that slept while another model had the memory.
+        """
+        await self.resume_kv_cache_replicas()
+        if global_steps is None:
+            return {}
+        num_workers = self.actor_wg.world_size
+        servers = [replica.server_address for replica in self.replicas]
+        ray.get(
+            self.actor_wg.execute_checkpoint_engine(
+                method=["connect"] * num_workers, servers=[servers] * num_workers, slots=[self._slots] * num_workers
+            )
+        )
+        results = ray.get(self.actor_wg.update_weights(global_steps=global_steps, mode=BACKEND))
+        await asyncio.gather(
+            *(replica.server_handle.set_global_steps.remote(global_steps) for replica in self.replicas)
+        )
+        return {key: value for result in results for key, value in (result or {}).items()}
+
+
+class FrozenBaseRollout(BaseRollout):
+    """verl's per-worker rollout adapter, which would move weights and memory; a frozen base needs neither."""
+
+    def __init__(self, config, model_config, device_mesh, replica_rank: int = -1):
+        super().__init__(config, model_config, device_mesh)
+        self.replica_rank = replica_rank
+        self.is_leader_rank = True
+
+    async def resume(self, tags):
+        """The base stays resident."""
+
+    async def release(self):
+        """The base stays resident."""
+
+    async def update_weights(self, weights, **kwargs):
+        """Never called: ``OrbitCheckpointManager`` talks to the servers."""
+        raise NotImplementedError("the base is frozen; adapters travel through the checkpoint engine 'orbit'")
+
+
+# verl names the class by a dotted path and imports it in each worker; the stock one would import SGLang in the trainer.
+_ROLLOUT_REGISTRY["sglang", "async"] = f"{__name__}.{FrozenBaseRollout.__name__}"
+
+
+def served_version(answer: dict[str, Any]) -> int:
+    """The active version in a server's answer."""
+    return answer["active_version"]
+
+
+def _activation_metrics(answers: list[dict[str, Any]]) -> dict[str, float]:
+    return {
+        "orbit/sync/activate_pause_ms": max((answer["pause_ms"] for answer in answers), default=0.0),
+        "orbit/sync/requests_in_flight": sum(sum(answer["requests"].values()) for answer in answers),
+    }

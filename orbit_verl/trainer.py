@@ -1,0 +1,182 @@
+"""verl's V1 trainers for ``trainer.strategy=orbit``: one model for policy and reference, versions instead of weights."""
+
+import logging
+from collections import Counter
+
+import httpx
+import ray
+from omegaconf import DictConfig
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+from orbit_verl.parity import ParityError, parity_metrics, violations
+from orbit_verl.run_config import is_orbit, read_orbit_config
+from orbit_verl.samples import SampledTokens
+from orbit_verl.sync import OrbitCheckpointManager, version_of
+from orbit_verl.worker import OrbitActorWorker
+
+logger = logging.getLogger(__name__)
+
+
+class OrbitTrainer(PPOTrainer):
+    """What both trainer modes share. Mixed in before verl's trainer of a mode."""
+
+    # verl decides by LoRA's rank whether the reference is the actor without its adapter (trainer_base.py:233).
+    ref_in_actor = property(lambda self: True, lambda self, value: None)
+
+    def __init__(self, config: DictConfig):
+        RolloutReplicaRegistry.register("sglang", _load_replica)
+        self.orbit = read_orbit_config(config)
+        super().__init__(config)
+        self.replay_buffer.poll_interval = self.orbit.poll_interval_s
+
+    @property
+    def trained_version(self) -> int:
+        """The version whose log-probs this step computes: the one published by the step before."""
+        return version_of(self.global_steps - 1)
+
+    def _init_resource_pool_mgr(self):
+        super()._init_resource_pool_mgr()
+        role = Role.Actor if Role.Actor in self.role_worker_mapping else Role.ActorRollout
+        for other in (Role.ActorRolloutRef, Role.RefPolicy):
+            self.role_worker_mapping.pop(other, None)
+            self.mapping.pop(other, None)
+        self.role_worker_mapping[role] = ray.remote(OrbitActorWorker)
+        self.mapping[role] = "global_pool"
+
+    def _setup(self):
+        super()._setup()
+        self.checkpoint_manager = OrbitCheckpointManager(self.checkpoint_manager, self.orbit.slots)
+
+    def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        batch = super()._compute_old_log_prob(batch, metrics)
+        metrics.update(self._measure_parity(batch))
+        self._gate(metrics)
+        return batch
+
+    def _measure_parity(self, batch: KVBatchMeta) -> dict[str, float]:
+        tokens = SampledTokens.read(batch)
+        current_T = tokens.versions_T == self.trained_version
+        age_T = (self.trained_version - tokens.versions_T).double()
+        return {
+            **parity_metrics(tokens.sampled_T[current_T], tokens.trained_T[current_T]),
+            **parity_metrics(tokens.sampled_T[~current_T], tokens.trained_T[~current_T], "stale_"),
+            **self._audit(batch, tokens),
+            "orbit/version/trainer": self.trained_version,
+            "orbit/staleness/mean": age_T.mean().item(),
+            "orbit/staleness/max": age_T.max().item(),
+        }
+
+    def _audit(self, batch: KVBatchMeta, tokens: SampledTokens) -> dict[str, float]:
+        """Parity of stale sequences at the version that sampled them, recomputed from the adapter kept for it."""
+        held = self.actor_rollout_wg.published_versions()[0] if self.orbit.parity.audit_samples else []
+        stale = [
+            (row, version)
+            for row, version in tokens.version_of_row.items()
+            if version in held and version != self.trained_version
+        ]
+        if not stale:
+            return {}
+        version = Counter(version for _, version in stale).most_common(1)[0][0]
+        rows = [row for row, row_version in stale if row_version == version][: self.orbit.parity.audit_samples]
+        audited = KVBatchMeta(
+            partition_id=batch.partition_id,
+            keys=[batch.keys[row] for row in rows],
+            tags=[batch.tags[row] for row in rows],
+            extra_info=dict(batch.extra_info),
+        )
+        self.actor_rollout_wg.use_published(version)
+        try:
+            self.actor_rollout_wg.compute_log_prob(audited)
+        finally:
+            self.actor_rollout_wg.use_current()
+        recomputed = SampledTokens.read(audited, trained_field="log_probs")
+        return parity_metrics(recomputed.sampled_T, recomputed.trained_T, "audit_")
+
+    def _gate(self, metrics: dict[str, float]) -> None:
+        found = violations(metrics, self.orbit.parity)
+        if not found:
+            return
+        message = f"step {self.global_steps}, version {self.trained_version}: {'; '.join(found)}"
+        if self.orbit.parity.on_violation == "stop":
+            raise ParityError(
+                f"{message}. Trainer and server compute different policies; nothing was trained on this step"
+            )
+        logger.warning("orbit: parity: %s", message)
+
+    def _consume_sync_metrics(self) -> dict:
+        metrics = super()._consume_sync_metrics()
+        served = metrics.get("orbit/version/served")
+        if served is not None:
+            metrics["orbit/version/lag"] = version_of(self.global_steps) - served
+        metrics["orbit/trainer_wait_s"] = self.timing_raw.get("gen", 0.0)
+        return metrics
+
+    def _add_prompts_to_generate(self, num_prompts: int) -> int:
+        """Called for every batch and for every group that failed: a dead server must end the run, not refill for ever."""
+        self._check_servers()
+        return super()._add_prompts_to_generate(num_prompts)
+
+    def _check_servers(self) -> None:
+        for manager in self._rollout_server_managers():
+            for address in manager.get_addresses():
+                try:
+                    httpx.get(f"http://{address}/orbit/status", timeout=self.orbit.slots.timeout_s, trust_env=False)
+                except httpx.TransportError as error:
+                    raise RuntimeError(
+                        f"step {self.global_steps}: the SGLang server at {address} does not answer "
+                        f"({type(error).__name__}); see its log above, then resume with trainer.resume_mode=auto"
+                    ) from error
+
+
+class OrbitTrainerSync(OrbitTrainer, PPOTrainerSync):
+    """``trainer.v1.trainer_mode=sync``: generate, train, publish."""
+
+    def on_step_end(self):
+        """Publish the step's version, keeping the sync's metrics (verl's own drops them)."""
+        self._pending_sync_metrics = dict(self.checkpoint_manager.update_weights(self.global_steps))
+
+
+class OrbitTrainerSeparateAsync(OrbitTrainer, PPOTrainerSeparateAsync):
+    """``trainer.v1.trainer_mode=separate_async``: servers generate while the trainer trains."""
+
+    def _setup(self):
+        # verl logs with print's flush= when there are no hybrid replicas (trainer_separate_async.py:180): a TypeError.
+        upstream_logger = logging.getLogger(PPOTrainerSeparateAsync.__module__)
+        upstream_logger.setLevel(logging.WARNING)
+        super()._setup()
+        self.standalone_checkpoint_manager = OrbitCheckpointManager(
+            self.standalone_checkpoint_manager, self.orbit.slots
+        )
+
+    def get_llm_client(self) -> LLMServerClient:
+        """The plain client: no request is ever aborted for a new version, so none has to be resumed."""
+        return self.standalone_server_manager.get_client()
+
+
+_TRAINERS = {PPOTrainerSync: OrbitTrainerSync, PPOTrainerSeparateAsync: OrbitTrainerSeparateAsync}
+
+
+def install(registry: dict) -> None:
+    """Make verl's trainer registry build Orbit's trainer for a run with the strategy, verl's own otherwise."""
+    for mode, upstream in list(registry.items()):
+        if upstream in _TRAINERS:
+            registry[mode] = _choose_trainer(upstream)
+
+
+def _choose_trainer(upstream: type[PPOTrainer]):
+    def build(config: DictConfig) -> PPOTrainer:
+        return (_TRAINERS[upstream] if is_orbit(config) else upstream)(config=config)
+
+    return build
+
+
+def _load_replica():
+    from orbit_verl.replica import OrbitReplica
+
+    return OrbitReplica

@@ -1,0 +1,78 @@
+"""The trainer's Ray worker: verl's actor worker with an adapter to publish, snapshot and swap."""
+
+from collections import OrderedDict
+
+import torch
+from verl.experimental.separation.engine_workers import DetachActorWorker
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils.device import get_device_name
+from verl.utils.distributed import initialize_global_process_group_ray
+
+import orbit_verl.engine  # noqa: F401  registers the engine with verl
+from orbit_verl.memory import PeakMeter, resident_bytes
+from orbit_verl.sync import version_of
+
+
+class OrbitActorWorker(DetachActorWorker):
+    """Holds the engine of ``trainer.strategy=orbit``; the reference policy is the same engine with the adapter off."""
+
+    MAX_PUBLISHED = 8
+
+    def __init__(self, *args, **kwargs):
+        if get_device_name() == "cpu":
+            # verl asks torch for "cpu:gloo,cpu:gloo", which torch refuses (verl 0.9.1, utils/distributed.py:89).
+            initialize_global_process_group_ray(backend="cpu:gloo")
+        super().__init__(*args, **kwargs)
+        self._published: OrderedDict[int, dict[str, torch.Tensor]] = OrderedDict()
+        self._current: dict[str, torch.Tensor] | None = None
+        self._update_peak = PeakMeter()
+
+    @property
+    def copy_handler(self):
+        """verl's hook to save a policy (here: the adapter) before others are evaluated."""
+        return lambda module: self.actor.engine.snapshot_adapter()
+
+    @property
+    def restore_handler(self):
+        """verl's hook to bring a saved policy back."""
+        return lambda module, snapshot: self.actor.engine.restore_adapter(snapshot)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    def update_actor(self, data):
+        """verl's update of the policy, with its memory peak measured."""
+        with self._update_peak.measure():
+            return super().update_actor(data)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def update_weights(self, global_steps: int | None = None, mode: str = "auto"):
+        """Publish the adapter as the version of ``global_steps``; returns metrics on the sending rank."""
+        engine = self.actor.engine
+        self._published[version_of(global_steps)] = engine.snapshot_adapter()
+        while len(self._published) > self.MAX_PUBLISHED:
+            self._published.popitem(last=False)
+        metrics = await self.checkpoint_engine.send_weights(engine.export_adapter(), global_steps=global_steps)
+        if not metrics:
+            return {}
+        return {
+            **metrics,
+            **resident_bytes(engine),
+            **self._update_peak.metrics(),
+            "orbit/oft/orthogonality_error_max": engine.adapter.orthogonality_error_max(),
+        }
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def published_versions(self) -> list[int]:
+        """Versions whose adapters are still held, oldest first."""
+        return list(self._published)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def use_published(self, version: int) -> None:
+        """Evaluate a published version until ``use_current``."""
+        self._current = self.actor.engine.snapshot_adapter()
+        self.actor.engine.restore_adapter(self._published[version])
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def use_current(self) -> None:
+        """Go back to the adapter that is being trained."""
+        self.actor.engine.restore_adapter(self._current)
+        self._current = None
