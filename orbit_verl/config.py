@@ -114,6 +114,8 @@ class OrbitConfig:
     slots: SlotSettings = dataclasses.field(default_factory=SlotSettings)
     parity: ParitySettings = dataclasses.field(default_factory=ParitySettings)
     staleness: StalenessSettings = dataclasses.field(default_factory=StalenessSettings)
+    seed: int | None = None
+    """Seed of every sample's tokens, for runs that can be repeated exactly; null uses the server's own generator."""
     poll_interval_s: float = 0.1
     """How often the trainer looks for finished samples."""
 

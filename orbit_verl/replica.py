@@ -47,11 +47,12 @@ class OrbitHttpServer(SGLangHttpServer):
         Raises:
             RejectedSample: aborted, or tokens and log-probs do not match one to one.
         """
+        expects_log_probs = sampling_params.get("logprobs", False)
         try:
             output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
         finally:
             reply = self._replies.pop(request_id, None)
-        check_reply(reply)
+        check_reply(reply, expects_log_probs)
         spans = reply["meta_info"][VERSIONS_KEY]
         versions = [version for version, _, _ in spans] or [self.global_steps + 1]
         output.extra_fields.update(
@@ -72,7 +73,7 @@ class OrbitHttpServer(SGLangHttpServer):
         await self.resume_kv_cache()
 
 
-def check_reply(reply: dict[str, Any] | None) -> None:
+def check_reply(reply: dict[str, Any] | None, expects_log_probs: bool) -> None:
     """Refuse a reply that was cut short or whose log-probs do not pair with its tokens.
 
     Raises:
@@ -86,11 +87,9 @@ def check_reply(reply: dict[str, Any] | None) -> None:
         raise RejectedSample(
             f"the server aborted the request: {meta_info['finish_reason'].get('message', 'no reason given')}"
         )
-    log_probs = meta_info.get("output_token_logprobs")
-    if log_probs is not None and len(log_probs) != len(reply["output_ids"]):
-        raise RejectedSample(
-            f"{len(reply['output_ids'])} tokens with {len(log_probs)} log-probs: they cannot be paired"
-        )
+    num_tokens, num_log_probs = len(reply["output_ids"]), len(meta_info.get("output_token_logprobs") or [])
+    if expects_log_probs and num_log_probs != num_tokens:
+        raise RejectedSample(f"{num_tokens} tokens with {num_log_probs} log-probs: they cannot be paired")
 
 
 class OrbitReplica(SGLangReplica):

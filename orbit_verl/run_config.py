@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
+from transformers import AutoTokenizer
 from verl.plugin.platform import get_platform
 from verl.utils.config import omega_conf_to_dataclass
 
@@ -54,6 +55,7 @@ def resolve(config: DictConfig) -> OrbitConfig:
             _fill_in(config, implied)
     _check_run(config)
     _check_widths(orbit, checkpoint)
+    _check_tokenizer(config, checkpoint)
     return orbit
 
 
@@ -119,6 +121,17 @@ def _implied_settings(config: DictConfig, orbit: OrbitConfig, checkpoint: dict[s
             "orbit.staleness.max_versions",
         ),
     ]
+    failed = "a group that failed is replaced by another prompt"
+    implied += [
+        Implied("data.gen_batch_size", None, 1, failed),
+        Implied("trainer.v1.sampler.sync_refill_failed_groups", False, True, failed),
+    ]
+    if orbit.seed is not None:
+        manager = "orbit_verl.agent_loop.OrbitAgentLoopManager"
+        implied += [
+            Implied(f"{ROLLOUT}.agent.agent_loop_manager_class", None, manager, "orbit.seed"),
+            Implied(f"{SGLANG}.orbit_seeded_sampling", None, True, "orbit.seed"),
+        ]
     if config.trainer.v1.trainer_mode == "separate_async":
         implied.append(
             Implied("actor_rollout_ref.hybrid_engine", True, False, "servers keep generating while training")
@@ -201,6 +214,27 @@ def _check_widths(orbit: OrbitConfig, checkpoint: dict[str, Any]) -> None:
     widths = {"o_proj": heads * head_dim, "down_proj": checkpoint["intermediate_size"]}
     for target in orbit.adapter.target_modules:
         num_blocks(widths.get(target, hidden), orbit.adapter.block_size, f"orbit.adapter.block_size: {target}")
+
+
+def _check_tokenizer(config: DictConfig, checkpoint: dict[str, Any]) -> None:
+    """Refuse a tokeniser that is missing, belongs to another model, or cannot render a conversation."""
+    model = config.actor_rollout_ref.model
+    path = model.get("tokenizer_path") or model.path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.get("trust_remote_code", False))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no tokeniser can be loaded from {path!r}: {error}") from error
+    vocab_size = checkpoint.get("vocab_size")
+    if vocab_size is not None and len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"the tokeniser in {path!r} has {len(tokenizer)} tokens, the model {vocab_size}: it belongs to another model; "
+            "set actor_rollout_ref.model.tokenizer_path to the model's own"
+        )
+    if not tokenizer.chat_template and not model.get("custom_chat_template"):
+        raise ValueError(
+            f"the tokeniser in {path!r} has no chat template, so prompts cannot be rendered; "
+            "set actor_rollout_ref.model.custom_chat_template"
+        )
 
 
 def _is_missing(config: DictConfig, key: str) -> bool:

@@ -62,7 +62,7 @@ class SlotClient:
         answer = await self._call("POST", "/orbit/stage", version, params={"version": version}, content=payload)
         if answer.get("digest") != digest:
             raise SlotError(
-                f"{self.address}: version {version} arrived with digest {answer.get('digest')}, sent with {digest}"
+                f"the SGLang server at {self.address}: version {version} arrived with digest {answer.get('digest')}, sent with {digest}"
             )
         return answer
 
@@ -94,7 +94,7 @@ class SlotClient:
                 if failures >= self._attempts or time.monotonic() + RETRY_PAUSE_S >= deadline:
                     break
                 await asyncio.sleep(RETRY_PAUSE_S)
-        raise SlotError(f"{self.address}{path}: {problem}")
+        raise SlotError(f"the SGLang server at {self.address} did not do {path}: {problem}")
 
     async def _once(
         self, http: httpx.AsyncClient, deadline: float, method: str, path: str, **request

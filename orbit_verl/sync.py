@@ -37,6 +37,7 @@ class OrbitCheckpointEngine(CheckpointEngine):
         self.is_master = is_master
         self._clients: list[SlotClient] = []
         self._slots = SlotSettings()
+        self._busy: dict[str, tuple[float, float]] = {}
 
     def connect(self, servers: list[str], slots: SlotSettings) -> None:
         """Set the servers (``host:port``) of the next versions."""
@@ -67,7 +68,19 @@ class OrbitCheckpointEngine(CheckpointEngine):
             "orbit/sync/stage_s": staged - encoded,
             "orbit/version/served": min((served_version(answer) for answer in answers), default=version),
             **_activation_metrics(answers),
+            **self._utilization(answers),
         }
+
+    def _utilization(self, answers: list[dict[str, Any]]) -> dict[str, float]:
+        """Share of the time since the last activation in which the servers had requests, averaged over servers."""
+        now, shares = time.perf_counter(), []
+        for client, answer in zip(self._clients, answers, strict=True):
+            busy_s = answer["busy_s"]
+            if client.address in self._busy:
+                last_busy_s, last = self._busy[client.address]
+                shares.append(min(1.0, (busy_s - last_busy_s) / (now - last)))
+            self._busy[client.address] = (busy_s, now)
+        return {"orbit/rollout_utilization": sum(shares) / len(shares)} if shares else {}
 
     def prepare(self) -> dict[str, Any]:
         """Nothing to allocate."""

@@ -1,7 +1,10 @@
 """verl's V1 trainers for ``trainer.strategy=orbit``: one model for policy and reference, versions instead of weights."""
 
+import itertools
 import logging
+import os
 from collections import Counter
+from pathlib import Path
 
 import httpx
 import ray
@@ -32,6 +35,7 @@ class OrbitTrainer(PPOTrainer):
     def __init__(self, config: DictConfig):
         RolloutReplicaRegistry.register("sglang", _load_replica)
         self.orbit = read_orbit_config(config)
+        self._submission_order: dict[str, int] = {}
         super().__init__(config)
         self.replay_buffer.poll_interval = self.orbit.poll_interval_s
 
@@ -52,6 +56,35 @@ class OrbitTrainer(PPOTrainer):
     def _setup(self):
         super()._setup()
         self.checkpoint_manager = OrbitCheckpointManager(self.checkpoint_manager, self.orbit.slots)
+
+    def fit(self, agent_loop_manager):
+        """Train; then prove that the base did not change, and leave the adapter in peft's format.
+
+        Raises:
+            RuntimeError: a frozen tensor is not what it was at the start.
+        """
+        _keep_earlier_metrics()
+        before = self.actor_rollout_wg.base_digest()
+        super().fit(agent_loop_manager)
+        if self.actor_rollout_wg.base_digest() != before:
+            raise RuntimeError(f"the frozen base changed during the run: its digest was {before} at the start")
+        folder = os.path.join(self.config.trainer.default_local_dir, "adapter")
+        self.actor_rollout_wg.save_adapter(folder)
+        logger.info("orbit: base unchanged (%s); adapter in %s", before[0], folder)
+
+    def _submit_batch_to_rollout(self, batch) -> int:
+        for uid in batch["uid"]:
+            self._submission_order[uid] = len(self._submission_order)
+        return super()._submit_batch_to_rollout(batch)
+
+    def _balance_batch(self, batch: KVBatchMeta, metrics, *args, **kwargs) -> KVBatchMeta:
+        """Rows in the order of submission, not of completion: sums over the batch can then be repeated bit for bit."""
+        batch.reorder(sorted(range(len(batch.keys)), key=lambda row: self._row_order(batch.keys[row])))
+        return super()._balance_batch(batch, metrics, *args, **kwargs)
+
+    def _row_order(self, key: str) -> tuple[int, int, int]:
+        uid, session, index = key.rsplit("_", 2)
+        return self._submission_order.get(uid, -1), int(session), int(index)
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         batch = super()._compute_old_log_prob(batch, metrics)
@@ -84,11 +117,20 @@ class OrbitTrainer(PPOTrainer):
             return {}
         version = Counter(version for _, version in stale).most_common(1)[0][0]
         rows = [row for row, row_version in stale if row_version == version][: self.orbit.parity.audit_samples]
+        num_ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
+        rows = rows[: len(rows) // num_ranks * num_ranks]
+        if not rows:
+            return {}
         audited = KVBatchMeta(
             partition_id=batch.partition_id,
             keys=[batch.keys[row] for row in rows],
             tags=[batch.tags[row] for row in rows],
-            extra_info=dict(batch.extra_info),
+            extra_info={
+                "calculate_entropy": False,
+                "compute_loss": False,
+                "temperature": self.config.actor_rollout_ref.rollout.temperature,
+                "micro_batch_size_per_gpu": len(rows) // num_ranks,
+            },
         )
         self.actor_rollout_wg.use_published(version)
         try:
@@ -174,6 +216,14 @@ def _choose_trainer(upstream: type[PPOTrainer]):
         return (_TRAINERS[upstream] if is_orbit(config) else upstream)(config=config)
 
     return build
+
+
+def _keep_earlier_metrics() -> None:
+    """verl's file logger empties its file when a run is resumed (verl 0.9.1, utils/tracking.py:541): move it away."""
+    path = Path(os.environ.get("VERL_FILE_LOGGER_PATH", ""))
+    if path.is_file():
+        number = next(n for n in itertools.count(1) if not path.with_suffix(f".{n}{path.suffix}").exists())
+        path.rename(path.with_suffix(f".{number}{path.suffix}"))
 
 
 def _load_replica():

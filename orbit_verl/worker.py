@@ -9,6 +9,7 @@ from verl.utils.device import get_device_name
 from verl.utils.distributed import initialize_global_process_group_ray
 
 import orbit_verl.engine  # noqa: F401  registers the engine with verl
+from orbit_verl.adapter import write_peft_folder
 from orbit_verl.memory import PeakMeter, resident_bytes
 from orbit_verl.sync import version_of
 
@@ -59,6 +60,18 @@ class OrbitActorWorker(DetachActorWorker):
             **self._update_peak.metrics(),
             "orbit/oft/orthogonality_error_max": engine.adapter.orthogonality_error_max(),
         }
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def base_digest(self) -> str:
+        """SHA-256 over this rank's frozen tensors."""
+        return self.actor.engine.base_digest()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_adapter(self, folder: str) -> None:
+        """Write the adapter as peft saves it, from the first rank."""
+        adapter = self.actor.engine.export_adapter()
+        if self.rank == 0:
+            write_peft_folder(adapter, folder)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def published_versions(self) -> list[int]:

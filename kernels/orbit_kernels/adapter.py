@@ -5,7 +5,12 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
+from packaging.version import InvalidVersion, Version
+
 PEFT_PREFIX = "base_model.model."
+PEFT_VERSION = "0.18.0"
+"""First peft whose Cayley-Neumann series is the one in ``oft``; also the first that writes its version."""
+
 OFT_SUFFIX = ".oft_R.weight"
 
 LINEAR_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -68,6 +73,7 @@ class AdapterConfig:
         """The configuration as peft's ``adapter_config.json`` holds it."""
         return {
             "peft_type": "OFT",
+            "peft_version": PEFT_VERSION,
             "task_type": "CAUSAL_LM",
             "inference_mode": True,
             "r": 0,
@@ -101,6 +107,11 @@ class AdapterConfig:
                 raise ValueError(
                     f"{key} {value!r}: only {required!r} is supported; save the adapter with {key}={required!r}"
                 )
+        if peft.get("use_cayley_neumann", True) and _peft_version(peft) < Version(PEFT_VERSION):
+            raise ValueError(
+                f"peft_version {peft.get('peft_version')!r}: before {PEFT_VERSION} peft summed another Cayley-Neumann series, "
+                "so the adapter would mean something else; train it with a newer peft"
+            )
         targets = peft.get("target_modules")
         if isinstance(targets, str) or not isinstance(targets, Iterable):
             raise ValueError(f"target_modules {targets!r}: must be a list of module names, not a pattern")
@@ -139,6 +150,13 @@ def module_name(tensor: str) -> str | None:
     if not (tensor.startswith(PEFT_PREFIX) and tensor.endswith(OFT_SUFFIX)):
         return None
     return tensor[len(PEFT_PREFIX) : -len(OFT_SUFFIX)]
+
+
+def _peft_version(peft: Mapping[str, Any]) -> Version:
+    try:
+        return Version(str(peft.get("peft_version") or "0").partition("@")[0])
+    except InvalidVersion:
+        return Version("0")
 
 
 def _layer_index(module: str) -> int | None:

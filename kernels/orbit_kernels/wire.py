@@ -1,7 +1,9 @@
 """The payload that carries one adapter version from trainer to server, and what the two say about it.
 
 A payload is a safetensors file in memory: peft's tensor names, and the text of peft's ``adapter_config.json`` under the
-metadata key ``adapter_config``. No pickle, no compression: its size is the adapter's own plus the header.
+metadata key ``adapter_config``. No pickle, no compression: its size is the adapter's own plus the header. Where all parts
+of a fused projection carry the same tensor in every layer, only the first part's travels; the metadata key
+``shared_parts`` then names the others.
 """
 
 import dataclasses
@@ -21,6 +23,10 @@ BASE_VERSION = 0
 """The adapter-off base model: always available, never staged."""
 
 METADATA_KEY = "adapter_config"
+SHARED_KEY = "shared_parts"
+FUSED_PARTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Linears that read the same input and are one matrix in a server: their rotations may be tied to one."""
+
 ADAPTER_DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -54,13 +60,21 @@ class Adapter:
         return digest.hexdigest()
 
     def encode(self) -> bytes:
-        """The payload."""
-        # Copies, because safetensors refuses tensors that share memory, as the parts of a tied projection do.
-        tensors = {
-            name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-            for name, tensor in self.tensors.items()
-        }
-        return safetensors.torch.save(tensors, metadata={METADATA_KEY: self.config.to_peft_json()})
+        """The payload for a server: parts that share one tensor travel once."""
+        shared = _shared_parts(self.tensors)
+        return self._save({name: t for name, t in self.tensors.items() if _leaf(name) not in shared}, shared)
+
+    def to_peft_file(self) -> bytes:
+        """``adapter_model.safetensors`` as peft reads it: every tensor under its own name."""
+        return self._save(self.tensors, {})
+
+    def _save(self, tensors: Mapping[str, torch.Tensor], shared: dict[str, str]) -> bytes:
+        metadata = {METADATA_KEY: self.config.to_peft_json()}
+        if shared:
+            metadata[SHARED_KEY] = json.dumps(shared)
+        # Copies, because safetensors refuses tensors that share memory, as the parts of a tied projection may.
+        copies = {n: t.detach().cpu().clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}
+        return safetensors.torch.save(copies, metadata=metadata)
 
     @classmethod
     def decode(cls, payload: bytes) -> "Adapter":
@@ -73,7 +87,8 @@ class Adapter:
             tensors = safetensors.torch.load(payload)
         except (safetensors.SafetensorError, ValueError, KeyError) as error:
             raise AdapterError([f"the body is not a safetensors file: {error}"]) from None
-        text = _metadata(payload).get(METADATA_KEY)
+        metadata = _metadata(payload)
+        text = metadata.get(METADATA_KEY)
         if text is None:
             raise AdapterError(
                 [f"the safetensors metadata has no {METADATA_KEY!r}: put peft's adapter_config.json there"]
@@ -82,7 +97,7 @@ class Adapter:
             config = AdapterConfig.from_peft_json(text)
         except ValueError as error:
             raise AdapterError([str(error)]) from None
-        return cls(tensors, config)
+        return cls({**tensors, **_restored_parts(tensors, metadata.get(SHARED_KEY))}, config)
 
     def check(self, widths: Mapping[str, int]) -> None:
         """Hold the tensors against the linears of a model.
@@ -141,6 +156,58 @@ def version_spans(versions: Iterable[int]) -> list[list[int]]:
 def error_body(code: str, message: str, detail: Any = None) -> dict[str, Any]:
     """The JSON body of every refusal: ``{"error": {"code", "message", "detail"}}``."""
     return {"error": {"code": code, "message": message, "detail": detail}}
+
+
+def _leaf(name: str) -> str:
+    """The linear's own name in a tensor's: ``q_proj`` in ``...self_attn.q_proj.oft_R.weight``."""
+    return (module_name(name) or "").rsplit(".", 1)[-1]
+
+
+def _sibling(name: str, part: str) -> str:
+    """The tensor name of another part of the same fused projection."""
+    module = module_name(name)
+    return tensor_name(f"{module.rpartition('.')[0]}.{part}" if "." in module else part)
+
+
+def _shared_parts(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Parts that equal the first part of their projection in every layer, as ``{part: first part}``."""
+    shared = {}
+    for first, *others in FUSED_PARTS:
+        firsts = {name for name in tensors if _leaf(name) == first}
+        for part in others:
+            pairs = [(name, _sibling(name, part)) for name in firsts]
+            num_parts = sum(_leaf(name) == part for name in tensors)
+            if (
+                num_parts
+                and num_parts == len(pairs)
+                and all(other in tensors and torch.equal(tensors[name], tensors[other]) for name, other in pairs)
+            ):
+                shared[part] = first
+    return shared
+
+
+def _restored_parts(tensors: Mapping[str, torch.Tensor], text: str | None) -> dict[str, torch.Tensor]:
+    """The tensors that ``_shared_parts`` let the sender leave out.
+
+    Raises:
+        AdapterError: the metadata names parts that cannot be shared.
+    """
+    if text is None:
+        return {}
+    allowed = {part: first for first, *others in FUSED_PARTS for part in others}
+    try:
+        shared = json.loads(text)
+        valid = all(allowed.get(part) == first for part, first in shared.items())
+    except (ValueError, AttributeError):
+        valid = False
+    if not valid:
+        raise AdapterError([f"the metadata's {SHARED_KEY} is {text[:200]!r}: may map {allowed} only"])
+    return {
+        _sibling(name, part): tensor
+        for part, first in shared.items()
+        for name, tensor in tensors.items()
+        if _leaf(name) == first
+    }
 
 
 def _metadata(payload: bytes) -> dict[str, str]:

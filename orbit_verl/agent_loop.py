@@ -1,0 +1,32 @@
+"""verl's agent loops with a seed for every sample, so that a run can be repeated token by token."""
+
+import hashlib
+from typing import Any
+
+import ray
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+
+
+def sample_seed(run_seed: int, step: int, prompt_index: int, session: int) -> int:
+    """A seed below 2**31 for one sample: the same in every run that submits the same prompt at the same step."""
+    digest = hashlib.sha256(f"{run_seed}/{step}/{prompt_index}/{session}".encode()).digest()
+    return int.from_bytes(digest[:4], "little") >> 1
+
+
+class OrbitAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
+    """verl's worker; ``orbit.seed`` reaches the server as ``sampling_seed``."""
+
+    async def _run_agent_loop(
+        self, sampling_params: dict[str, Any], trajectory: dict[str, Any], *, session_id: int, **prompt
+    ):
+        seed = sample_seed(self.config.orbit.seed, trajectory["step"], int(trajectory["sample_index"]), session_id)
+        seeded = {**sampling_params, "sampling_seed": seed}
+        return await super()._run_agent_loop(seeded, trajectory, session_id=session_id, **prompt)
+
+
+class OrbitAgentLoopManager(AgentLoopManagerTQ):
+    """verl's manager with ``OrbitAgentLoopWorker``; in use when ``orbit.seed`` is set."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.agent_loop_workers_class = ray.remote(OrbitAgentLoopWorker)

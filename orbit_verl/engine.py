@@ -1,0 +1,287 @@
+"""verl's Megatron engine with a frozen base and a trained adapter.
+
+Everything that computes (schedule, packing, log-probs, entropy) is verl's; what is built, stepped, saved and exported
+is the adapter's.
+"""
+
+import contextlib
+import logging
+import shutil
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from verl.trainer.config import CheckpointConfig
+from verl.utils.device import get_device_id, get_device_name
+from verl.workers.config import HFModelConfig, McoreOptimizerConfig
+from verl.workers.engine.base import BaseEngine, EngineRegistry
+from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
+
+from orbit_kernels.wire import Adapter
+from orbit_verl import checkpoint, megatron_cpu
+from orbit_verl.adapter import TrainerAdapter, read_peft_folder
+from orbit_verl.engine_config import OrbitEngineConfig
+from orbit_verl.model import DenseArchitecture, base_digest, build_model, frozen_linears, named_tensors
+from orbit_verl.model.attention import as_served
+from orbit_verl.model.build import transformer_config
+from orbit_verl.optimizer import AdapterOptimizer, build_scheduler
+
+logger = logging.getLogger(__name__)
+
+_SINGLE = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
+_OFF = ("use_fused_kernels", "use_dist_checkpointing", "use_megatron_fsdp", "dynamic_context_parallel")
+_CONTENTS = {"model", "optimizer", "extra"}
+
+ORTHOGONALITY_LIMIT = 0.05
+"""Orthogonality error past which a warning is logged; the five-term series reaches it at a block norm of about 0.37."""
+
+
+@EngineRegistry.register(model_type="language_model", backend="orbit", device=["cpu", "cuda"])
+class OrbitEngine(MegatronEngineWithLMHead):
+    """Trains an adapter over a frozen base model; data parallelism only.
+
+    Attributes:
+        adapter_version: version that the servers know the adapter by; set by whoever publishes it, saved and restored
+            with a checkpoint.
+
+    Raises:
+        ValueError: a parallel layout, option or checkpoint content that is not implemented.
+    """
+
+    def __init__(
+        self,
+        model_config: HFModelConfig,
+        engine_config: OrbitEngineConfig,
+        optimizer_config: McoreOptimizerConfig,
+        checkpoint_config: CheckpointConfig,
+    ):
+        _check_engine_config(engine_config)
+        _check_checkpoint_config(checkpoint_config)
+        megatron_cpu.install()
+        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+        self.adapter_version = 0
+        self._retention = checkpoint.Retention()
+
+    def initialize(self) -> None:
+        """Build model, adapter and, unless the engine only infers, optimiser and scheduler.
+
+        Raises:
+            ValueError: the model folder, its configuration or the adapter's settings are refused.
+        """
+        settings = self.engine_config.adapter
+        self._build_tf_config()
+        self.module = self._build_megatron_module()
+        self.adapter = TrainerAdapter([pair for chunk in self.module for pair in frozen_linears(chunk)], settings)
+        if settings.init_path is not None:
+            self.adapter.load(read_peft_folder(settings.init_path))
+        self._reference = self.adapter.export() if settings.reference == "init" else None
+        self.optimizer = self.lr_scheduler = None
+        if not self.engine_config.forward_only:
+            self.optimizer = self._build_optimizer()
+            self.lr_scheduler = self._build_lr_scheduler()
+        self.to("cpu", model=self._is_offload_param, optimizer=self._is_offload_optimizer, grad=self._is_offload_param)
+
+    def optimizer_zero_grad(self) -> None:
+        """Drop the adapter's gradients."""
+        self.optimizer.zero_grad()
+
+    def optimizer_step(self) -> float:
+        """Update the adapter; see ``AdapterOptimizer.step``. Returns the gradient norm before clipping."""
+        return self.optimizer.step()
+
+    def forward_step(
+        self, batch_iter: Iterator[TensorDict], model, logits_processor_func, postprocess_micro_batch_func
+    ):
+        """verl's forward step; on a CPU, attention rounds as it did in the server (see ``orbit_verl.model.attention``)."""
+        batch = next(batch_iter)
+        arguments = (iter([batch]), model, logits_processor_func, postprocess_micro_batch_func)
+        if get_device_name() != "cpu" or not batch["loss_mask"].is_nested:
+            return super().forward_step(*arguments)
+        response_lengths = batch["loss_mask"].offsets().diff()
+        with as_served((batch["input_ids"].offsets().diff() - response_lengths).tolist()):
+            return super().forward_step(*arguments)
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Move base and adapter, or the optimiser's masters, gradients and moments; nothing moves on a CPU."""
+        BaseEngine.to(self, device=device, model=model, optimizer=optimizer, grad=grad)
+        target = torch.device("cpu") if device == "cpu" else torch.device(get_device_id())
+        if model:
+            for chunk in self.module:
+                chunk.to(target)
+        if optimizer and self.optimizer is not None:
+            self.optimizer.to(target)
+
+    def disable_adapter(self) -> contextlib.AbstractContextManager[None]:
+        """The reference policy while the context lasts: the base, or the adapter that the run started from."""
+        return self.adapter.disabled() if self._reference is None else self.adapter.replaced_by(self._reference)
+
+    def export_adapter(self) -> Adapter:
+        """A copy of the adapter under peft's names."""
+        return self.adapter.export()
+
+    def get_per_tensor_param(self, **_verl: Any) -> tuple[Iterator[tuple[str, torch.Tensor]], dict[str, Any]]:
+        """A copy of the adapter as (peft name, tensor), and peft's configuration. The base never travels."""
+        adapter = self.export_adapter()
+        return iter(adapter.tensors.items()), adapter.config.to_peft()
+
+    def snapshot_adapter(self) -> dict[str, torch.Tensor]:
+        """Clones of the trained tensors, for ``restore_adapter``; masters and moments are not part of it."""
+        return self.adapter.snapshot()
+
+    def restore_adapter(self, snapshot: Mapping[str, torch.Tensor]) -> None:
+        """Put the tensors of ``snapshot_adapter`` back; the optimiser keeps training from its own masters."""
+        self.adapter.restore(snapshot)
+
+    def base_digest(self) -> str:
+        """SHA-256 over the live frozen tensors."""
+        return base_digest(self.module)
+
+    def adapter_metrics(self) -> dict[str, float]:
+        """Sizes in bytes of what this rank holds, and how far the rotations are from orthogonal."""
+        error = self.adapter.orthogonality_error_max()
+        if error > ORTHOGONALITY_LIMIT:
+            logger.warning(
+                "orthogonality error %.3g is above %.3g: the Cayley-Neumann series no longer rotates; lower the learning "
+                "rate or set orbit.adapter.cayley_neumann_terms=null",
+                error,
+                ORTHOGONALITY_LIMIT,
+            )
+        gradients, states = self.optimizer.gradients(), self.optimizer.state_tensors()
+        return {
+            "orbit/oft/orthogonality_error_max": error,
+            "orbit/memory/base_bytes": sum(t.nbytes for chunk in self.module for _, t in named_tensors(chunk)),
+            "orbit/memory/adapter_bytes": self.adapter.num_bytes,
+            "orbit/memory/gradient_bytes": sum(tensor.nbytes for tensor in gradients.values()),
+            "orbit/memory/optimizer_bytes": sum(tensor.nbytes for tensor in states.values()),
+        }
+
+    def save_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+        **_verl: Any,
+    ) -> None:
+        """Save what ``checkpoint.save_contents`` names; see ``orbit_verl.checkpoint`` for the layout.
+
+        Raises:
+            ValueError: an HDFS path is given.
+        """
+        _refuse_hdfs(hdfs_path)
+        contents = set(self.checkpoint_config.save_contents)
+        checkpoint.save(local_path, self._training_state(contents, global_step))
+        if torch.distributed.get_rank() == 0:
+            self._retention.saved(local_path, max_ckpt_to_keep)
+
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False, **_verl: Any
+    ) -> None:
+        """Restore what ``checkpoint.load_contents`` names. Without ``optimizer``: fresh moments, the restored step.
+
+        Raises:
+            ValueError: the checkpoint is of another base, adapter configuration or reference, or lacks a content.
+        """
+        _refuse_hdfs(hdfs_path)
+        contents = set(self.checkpoint_config.load_contents)
+        state = checkpoint.load(local_path)
+        self._check_state(local_path, state, contents)
+        self.adapter.load(state.adapter)
+        self.adapter_version = state.version
+        if self.optimizer is not None:
+            self._restore_training(state, contents)
+        torch.distributed.barrier()
+        if del_local_after_load and torch.distributed.get_rank() == 0:
+            shutil.rmtree(local_path)
+
+    def _build_tf_config(self) -> None:
+        self.is_value_model = False
+        self.share_embeddings_and_output_weights = self.model_config.share_embeddings_and_output_weights
+        self.bridge = self.provider = self.peft_cls = None
+        self.vanilla_bridge = False
+        self._architecture = DenseArchitecture.from_hf(self.model_config.hf_config)
+        self.tf_config = transformer_config(self._architecture, self.engine_config.override_transformer_config)
+        self.param_dtype = self.dtype = self.tf_config.params_dtype
+
+    def _build_megatron_module(self) -> list[torch.nn.Module]:
+        device = torch.device(get_device_id())
+        return [build_model(self._architecture, self.tf_config, self.model_config.local_path, device)]
+
+    def _build_optimizer(self) -> AdapterOptimizer:
+        return AdapterOptimizer(self.adapter.named_parameters(), self.optimizer_config)
+
+    def _build_lr_scheduler(self):
+        return build_scheduler(self.optimizer, self.optimizer_config)
+
+    def _training_state(self, contents: set[str], global_step: int) -> checkpoint.TrainingState:
+        extra = "extra" in contents
+        return checkpoint.TrainingState(
+            adapter=self.export_adapter(),
+            optimizer=self.optimizer.state_tensors() if "optimizer" in contents else None,
+            scheduler=self.lr_scheduler.state_dict() if extra else None,
+            rng=checkpoint.rng_state() if extra else {},
+            base_digest=self.base_digest(),
+            reference_digest=self._reference_digest(),
+            version=self.adapter_version,
+            global_step=global_step,
+        )
+
+    def _restore_training(self, state: checkpoint.TrainingState, contents: set[str]) -> None:
+        if "optimizer" in contents:
+            self.optimizer.load_state_tensors(state.optimizer)
+        else:
+            self.optimizer.reset()
+        if "extra" in contents:
+            # OptimizerParamScheduler.load_state_dict adds to the present step (optimizer_param_scheduler.py:390).
+            self.lr_scheduler.num_steps = 0
+            self.lr_scheduler.load_state_dict(dict(state.scheduler))
+            checkpoint.set_rng_state(state.rng)
+
+    def _check_state(self, path: str, state: checkpoint.TrainingState, contents: set[str]) -> None:
+        ours = {"base_digest": self.base_digest(), "reference_digest": self._reference_digest()}
+        for name, value in ours.items():
+            if getattr(state, name) != value:
+                raise ValueError(
+                    f"checkpoint {path}: {name} {getattr(state, name)} differs from this run's {value}; resume with the "
+                    "model and orbit.adapter settings that the checkpoint was trained with"
+                )
+        held = {"optimizer": state.optimizer is not None, "extra": state.scheduler is not None and bool(state.rng)}
+        missing = sorted(content for content, present in held.items() if content in contents and not present)
+        if missing and self.optimizer is not None:
+            raise ValueError(f"checkpoint {path} holds no {missing}: take them out of checkpoint.load_contents")
+
+    def _reference_digest(self) -> str | None:
+        return None if self._reference is None else self._reference.digest()
+
+
+def _check_engine_config(config: OrbitEngineConfig) -> None:
+    for name in _SINGLE:
+        if getattr(config, name) != 1:
+            raise ValueError(f"{name}={getattr(config, name)}: OrbitEngine runs data-parallel only so far; set it to 1")
+    for name in _OFF:
+        if getattr(config, name):
+            raise ValueError(f"{name}=True: not implemented by OrbitEngine; set it to False")
+    if config.router_replay.mode != "disabled":
+        raise ValueError(
+            f"router_replay.mode={config.router_replay.mode!r}: dense models have no router; set 'disabled'"
+        )
+
+
+def _check_checkpoint_config(config: CheckpointConfig) -> None:
+    for name in ("save_contents", "load_contents"):
+        contents = set(getattr(config, name))
+        if "model" not in contents or not contents <= _CONTENTS:
+            raise ValueError(
+                f"checkpoint.{name}={sorted(contents)}: must hold 'model' and may hold 'optimizer' and 'extra'"
+            )
+
+
+def _refuse_hdfs(hdfs_path: str | None) -> None:
+    if hdfs_path is not None:
+        raise ValueError(f"hdfs_path={hdfs_path!r}: checkpoints go to a local or mounted folder; leave it null")

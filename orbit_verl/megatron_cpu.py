@@ -1,0 +1,42 @@
+"""Lets megatron-core 0.18.0 run on a machine without CUDA, over gloo. Does nothing where CUDA is present."""
+
+import logging
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+class _CpuTorch:
+    """The ``torch`` of one module, with ``zeros(device="cuda")`` landing on the CPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def zeros(*size: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros(*size, device="cpu" if device == "cuda" else device, **kwargs)
+
+
+def install() -> None:
+    """Apply the patches once; safe to call again.
+
+    Needed until Megatron-Core asks its configuration for the device instead of CUDA.
+    """
+    if torch.cuda.is_available():
+        return
+    import megatron.core.pipeline_parallel.schedules as schedules
+    from megatron.core import tensor_parallel
+
+    if isinstance(schedules.torch, _CpuTorch):
+        return
+    # models/common/embeddings/rotary_pos_embedding.py:162, tensor_parallel/mappings.py:91, p2p_communication.py:211
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    # pipeline_parallel/p2p_communication.py:263 and :419
+    torch.cuda.synchronize = lambda device=None: None
+    # tensor_parallel/random.py:290 reads CUDA's generators; dropout is 0, so nothing draws from its seeds
+    tensor_parallel.model_parallel_cuda_manual_seed = lambda seed, **kwargs: None
+    # pipeline_parallel/schedules.py:669, :1056 and :2242
+    schedules.torch = _CpuTorch()
+    logger.info("no CUDA device: Megatron-Core runs on the CPU")

@@ -1,0 +1,59 @@
+"""RMSNorm, residual sum and logits with the served numerics.
+
+SGLang 0.5.12 sums the residual in fp32, normalises the unrounded sum and rounds the residual to the model's dtype for
+the next sum (sglang/srt/layers/layernorm.py:361, RMSNorm.forward_native; its fused GPU kernels do the same). Here the
+hidden state between modules is that unrounded fp32 sum. With an fp32 base every rounding is the identity.
+
+Dimension suffixes: S sequence, B batch, D hidden, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from torch import nn
+
+from orbit_verl.model.linear import FrozenHead
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm (arXiv:1910.07467), computed in fp32; any float input, output in the model's dtype."""
+
+    def __init__(self, *, config: Any, hidden_size: int, eps: float):
+        super().__init__()
+        self._eps = eps
+        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype), requires_grad=False)
+
+    def forward(self, x_SBD: torch.Tensor) -> torch.Tensor:
+        """Normalise over the last dimension."""
+        x_SBD = x_SBD.float()
+        x_SBD = x_SBD * torch.rsqrt(x_SBD.pow(2).mean(-1, keepdim=True) + self._eps)
+        return (x_SBD * self.weight).to(self.weight.dtype)
+
+
+def residual_sum(training: bool, fused: bool):
+    """Megatron-Core's bias-dropout-add without bias and dropout: fp32 sum of the branch and the rounded residual."""
+
+    def add(branch_with_bias: tuple[torch.Tensor, None], residual_SBD: torch.Tensor, dropout: float) -> torch.Tensor:
+        branch_SBD, _ = branch_with_bias
+        return branch_SBD.float() + residual_SBD.to(branch_SBD.dtype).float()
+
+    return add
+
+
+class FrozenGPTModel(GPTModel):
+    """GPTModel with a frozen head and fp32 logits, as the server samples from them."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.output_layer = FrozenHead(self.output_layer.weight)
+
+    def forward(self, *args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+        """Logits [B, S, V] in fp32.
+
+        Raises:
+            ValueError: the mask [B, S] (True for tokens) has padding before a token.
+        """
+        if attention_mask is not None and (attention_mask[:, 1:] > attention_mask[:, :-1]).any():
+            raise ValueError("attention_mask has padding before a token: pad on the right, or use remove_padding")
+        return super().forward(*args, attention_mask=attention_mask, **kwargs).float()

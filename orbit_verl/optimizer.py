@@ -1,0 +1,182 @@
+"""AdamW over the adapter alone, with fp32 masters and fp32 gradient accumulation."""
+
+import logging
+import math
+from collections.abc import Mapping
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import nn
+from verl.utils.megatron.optimizer import get_megatron_optimizer_param_scheduler
+from verl.workers.config import McoreOptimizerConfig
+
+logger = logging.getLogger(__name__)
+
+_STATE_FIELDS = ("exp_avg", "exp_avg_sq", "step")
+
+
+class AdapterOptimizer:
+    """Trains fp32 masters of the adapter's tensors and rounds them into the tensors after each step.
+
+    Every micro-batch's gradient is added in fp32, whatever the dtype of the tensors.
+
+    Args:
+        parameters: the adapter's tensors by name.
+        config: learning rate, betas, weight decay and the norm that gradients are clipped to (0: not clipped).
+
+    Raises:
+        ValueError: the configuration asks for another optimiser than Adam.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], config: McoreOptimizerConfig):
+        if config.optimizer not in ("adam", "adamw"):
+            raise ValueError(f"optim.optimizer={config.optimizer!r}: only 'adam' (AdamW) trains an adapter")
+        self._parameters = dict(parameters)
+        self._masters = {name: p.detach().float().clone().requires_grad_(True) for name, p in parameters.items()}
+        self._max_norm = config.clip_grad
+        self._adamw = torch.optim.AdamW(
+            self._masters.values(), lr=config.lr, betas=tuple(config.betas), weight_decay=config.weight_decay
+        )
+        self.num_skipped_steps = 0
+        for name, parameter in self._parameters.items():
+            parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._accumulate(name, p))
+
+    @property
+    def param_groups(self) -> list[dict]:
+        """torch's parameter groups, for the scheduler."""
+        return self._adamw.param_groups
+
+    def zero_grad(self) -> None:
+        """Drop the accumulated gradients."""
+        self._adamw.zero_grad()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The accumulated fp32 gradients by tensor name; tensors that took part in no backward are left out."""
+        return {name: master.grad for name, master in self._masters.items() if master.grad is not None}
+
+    @torch.no_grad()
+    def step(self) -> float:
+        """Average gradients over data-parallel ranks, clip them, update, and round the masters into the adapter.
+
+        A gradient that is not finite leaves adapter and moments as they are; ``num_skipped_steps`` counts it.
+
+        Returns:
+            The gradients' total L2 norm before clipping.
+        """
+        self._reduce_over_data_parallel()
+        norm = self._total_norm()
+        if not math.isfinite(norm):
+            self.num_skipped_steps += 1
+            logger.warning("gradient norm is %s: step skipped (%d so far)", norm, self.num_skipped_steps)
+            return norm
+        if self._max_norm > 0 and norm > self._max_norm:
+            torch._foreach_mul_(list(self.gradients().values()), self._max_norm / norm)
+        self._adamw.step()
+        self._round_masters()
+        return norm
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Start afresh from the adapter's present tensors: new masters, no moments, no gradients."""
+        for name, master in self._masters.items():
+            master.copy_(self._parameters[name])
+        self._adamw.state.clear()
+        self.zero_grad()
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """Masters, moments and step counts as ``<field>/<tensor name>``, for safetensors."""
+        tensors = {f"master/{name}": master.detach() for name, master in self._masters.items()}
+        for name, master in self._masters.items():
+            state = self._adamw.state.get(master, {})
+            tensors |= {f"{field}/{name}": state[field] for field in _STATE_FIELDS if field in state}
+        return tensors
+
+    @torch.no_grad()
+    def load_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Restore what ``state_tensors`` returned; the adapter's tensors become the rounded masters.
+
+        Raises:
+            ValueError: a name or shape is not this optimiser's; nothing is changed then.
+        """
+        self._check_state(tensors)
+        self._adamw.state.clear()
+        for name, master in self._masters.items():
+            master.copy_(tensors[f"master/{name}"])
+            state = {field: tensors.get(f"{field}/{name}") for field in _STATE_FIELDS}
+            if state["step"] is not None:
+                # AdamW keeps its step count on the CPU (torch/optim/adam.py, _get_scalar_dtype).
+                self._adamw.state[master] = {
+                    field: tensor.clone() if field == "step" else tensor.to(master.device, copy=True)
+                    for field, tensor in state.items()
+                }
+        self.zero_grad()
+        self._round_masters()
+
+    def to(self, device: torch.device | str) -> None:
+        """Move masters, gradients and moments; the adapter's own tensors move with the model."""
+        for master in self._masters.values():
+            master.data = master.data.to(device)
+            if master.grad is not None:
+                master.grad.data = master.grad.data.to(device)
+            for field in ("exp_avg", "exp_avg_sq"):
+                state = self._adamw.state.get(master, {})
+                if field in state:
+                    state[field] = state[field].to(device)
+
+    def _accumulate(self, name: str, parameter: nn.Parameter) -> None:
+        master = self._masters[name]
+        gradient = parameter.grad.detach().float()
+        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        parameter.grad = None
+
+    def _reduce_over_data_parallel(self) -> None:
+        size = mpu.get_data_parallel_world_size(with_context_parallel=True)
+        if size == 1:
+            return
+        # A tensor without a gradient on this rank still takes part, so that all ranks reduce the same buffer.
+        for master in self._masters.values():
+            master.grad = torch.zeros_like(master) if master.grad is None else master.grad
+        flat = torch.cat([master.grad.flatten() for master in self._masters.values()])
+        torch.distributed.all_reduce(flat, group=mpu.get_data_parallel_group(with_context_parallel=True))
+        pieces = (flat / size).split([master.numel() for master in self._masters.values()])
+        for master, piece in zip(self._masters.values(), pieces, strict=True):
+            master.grad.copy_(piece.view_as(master))
+
+    def _total_norm(self) -> float:
+        """L2 norm over the whole adapter, which every rank holds in full: no model-parallel reduction."""
+        gradients = list(self.gradients().values())
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))).item() if gradients else 0.0
+
+    def _round_masters(self) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.copy_(self._masters[name])
+
+    def _check_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        known = {f"{field}/{name}" for field in ("master", *_STATE_FIELDS) for name in self._masters}
+        problems = [f"{key}: unknown" for key in sorted(tensors.keys() - known)]
+        for name, master in self._masters.items():
+            fields = {field for field in _STATE_FIELDS if f"{field}/{name}" in tensors}
+            if f"master/{name}" not in tensors or (fields and fields != set(_STATE_FIELDS)):
+                problems.append(f"{name}: master, moments or step missing")
+                continue
+            for field in {"master", *fields} - {"step"}:
+                if tensors[f"{field}/{name}"].shape != master.shape:
+                    problems.append(f"{field}/{name}: shape {tuple(tensors[f'{field}/{name}'].shape)}")
+        if problems:
+            raise ValueError(f"optimiser state does not fit the adapter: {'; '.join(problems)}")
+
+
+def build_scheduler(optimizer: AdapterOptimizer, config: McoreOptimizerConfig) -> OptimizerParamScheduler:
+    """Megatron-Core's learning-rate and weight-decay schedule.
+
+    Raises:
+        ValueError: the number of training steps is not known.
+    """
+    if config.total_training_steps <= 0:
+        raise ValueError(
+            f"optim.total_training_steps={config.total_training_steps}: must be positive; set the run's steps"
+        )
+    return get_megatron_optimizer_param_scheduler(optimizer, config)

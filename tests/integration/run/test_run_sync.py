@@ -1,0 +1,103 @@
+"""Synchronous runs, fp32 base, KL loss on: parity, what travels, what stays, and resume."""
+
+import shutil
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+pytestmark = pytest.mark.slow
+
+SYNC = ("trainer.v1.trainer_mode=sync", "trainer.total_training_steps=6", "trainer.save_freq=3", "orbit.seed=0")
+KL = ("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=0.01")
+
+
+@pytest.fixture(scope="module")
+def model(models):
+    return models(torch.float32)
+
+
+@pytest.fixture(scope="module")
+def six_steps(train, model, tmp_path_factory):
+    run = train(model, tmp_path_factory.mktemp("six"), *SYNC, *KL, "trainer.resume_mode=disable")
+    assert run.status == 0, run.log[-3000:]
+    return run
+
+
+def adapter_file(run, step=None):
+    folder = run.folder / "checkpoints"
+    return (folder if step is None else folder / f"global_step_{step}" / "actor") / "adapter/adapter_model.safetensors"
+
+
+def test_parity_at_every_step(six_steps):
+    for number, step in enumerate(six_steps.steps, start=1):
+        assert step["orbit/version/trainer"] == number
+        assert step["orbit/parity/num_tokens"] > 0
+        assert "orbit/parity/stale_num_tokens" not in step
+        assert step["orbit/parity/logprob_abs_diff_mean"] <= 1e-5
+        assert step["orbit/parity/logprob_abs_diff_max"] <= 1e-3
+
+
+def test_every_version_is_served(six_steps):
+    for number, step in enumerate(six_steps.steps, start=1):
+        assert step["orbit/version/served"] == number + 1
+        assert step["orbit/version/lag"] == 0
+        assert step["orbit/sync/activate_pause_ms"] < 5
+
+
+def test_only_the_adapter_travels(six_steps):
+    for step in six_steps.steps:
+        assert step["orbit/sync/bytes"] <= 1.05 * step["orbit/memory/adapter_bytes"] + 1024
+        assert step["orbit/memory/base_bytes"] > 4 * step["orbit/memory/adapter_bytes"]
+
+
+def test_reference_is_the_base(six_steps):
+    """The KL to the base is 0 before the first update and grows with the adapter (field-cases #41)."""
+    losses = [step["actor/kl_loss"] for step in six_steps.steps]
+    assert abs(losses[0]) < 1e-9
+    assert losses[-1] > 1e-7
+
+
+def test_named_metrics_are_there(six_steps):
+    last = six_steps.steps[-1]
+    for name in (
+        "orbit/parity/logprob_abs_diff_p99",
+        "orbit/parity/k3_kl",
+        "orbit/staleness/mean",
+        "orbit/staleness/max",
+        "orbit/sync/export_s",
+        "orbit/sync/stage_s",
+        "orbit/trainer_wait_s",
+        "orbit/rollout_utilization",
+        "orbit/memory/gradient_bytes",
+        "orbit/memory/optimizer_bytes",
+        "orbit/memory/activation_peak_bytes",
+        "orbit/oft/orthogonality_error_max",
+    ):
+        assert name in last, name
+    assert 0 < last["orbit/rollout_utilization"] <= 1
+
+
+def test_adapter_loads_in_peft(six_steps, model):
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    ids = torch.arange(3, 20)[None]
+    before = base(ids).logits.detach().clone()
+    adapted = PeftModel.from_pretrained(base, adapter_file(six_steps).parent)
+    assert (adapted(ids).logits - before).abs().max() > 1e-4
+    saved = load_file(adapter_file(six_steps))
+    assert len(saved) == 2 * 7
+    assert all(tensor.abs().max() > 0 for tensor in saved.values())
+
+
+def test_resume_equals_one_run(six_steps, train, model, tmp_path):
+    """Three steps, a new process, three more: the adapter of step 6 is the same, bit for bit (field-cases #52)."""
+    checkpoints = tmp_path / "checkpoints"
+    shutil.copytree(six_steps.folder / "checkpoints" / "global_step_3", checkpoints / "global_step_3")
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text("3")
+    resumed = train(model, tmp_path, *SYNC, *KL, "trainer.resume_mode=auto")
+    assert resumed.status == 0, resumed.log[-3000:]
+    assert len(resumed.steps) == 3
+    assert adapter_file(resumed, 6).read_bytes() == adapter_file(six_steps, 6).read_bytes()
+    assert adapter_file(resumed, 6).read_bytes() != adapter_file(six_steps, 3).read_bytes()
