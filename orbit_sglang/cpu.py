@@ -1,0 +1,31 @@
+"""What SGLang 0.5.12's CPU engine needs on a machine without a CUDA driver."""
+
+import types
+
+import torch
+from sglang.srt.layers import logits_processor
+from sglang.srt.utils import is_cpu
+
+from orbit_sglang import seeds
+
+
+class _TorchWithoutPinning(types.ModuleType):
+    """``torch`` for one module, whose ``tensor`` does not pin memory."""
+
+    def __getattr__(self, name: str):
+        return getattr(torch, name)
+
+    @staticmethod
+    def tensor(data, *, pin_memory: bool = False, **kwargs) -> torch.Tensor:
+        return torch.tensor(data, **kwargs)
+
+
+def install() -> None:
+    """Let the CPU engine return log-probs of the prompt, and sample from seeds.
+
+    ``layers/logits_processor.py:542,545,616`` of SGLang 0.5.12 pins memory without asking whether there is an
+    accelerator to pin it for, and torch refuses. Can go when those lines use ``is_pin_memory_available``.
+    """
+    if is_cpu() and not torch.cuda.is_available():
+        logits_processor.torch = _TorchWithoutPinning("torch")
+        seeds.install_on_cpu()

@@ -1,0 +1,59 @@
+"""What the HTTP process and the scheduler process say to each other, over SGLang's own sockets.
+
+An adapter's bytes do not travel here: the scheduler reads them from a file that the HTTP process has spooled.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+from sglang.srt.managers.io_struct import BaseReq
+
+
+@dataclasses.dataclass(kw_only=True)
+class ControlRequest(BaseReq):
+    """A control operation; ``ticket`` comes back with its reply."""
+
+    ticket: int = -1
+
+
+@dataclasses.dataclass(kw_only=True)
+class StatusRequest(ControlRequest):
+    """``GET /orbit/status``."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class StageRequest(ControlRequest):
+    """``POST /orbit/stage``; ``path`` is the spooled payload, readable until the reply."""
+
+    version: int
+    path: str
+
+
+@dataclasses.dataclass(kw_only=True)
+class ActivateRequest(ControlRequest):
+    """``POST /orbit/activate``."""
+
+    version: int
+    inflight: Literal["finish", "switch"] = "finish"
+
+
+@dataclasses.dataclass(kw_only=True)
+class RollbackRequest(ControlRequest):
+    """``POST /orbit/rollback``."""
+
+    version: int | None = None
+    inflight: Literal["finish", "switch"] = "finish"
+
+
+@dataclasses.dataclass(kw_only=True)
+class DiscardRequest(ControlRequest):
+    """``POST /orbit/discard``."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class ControlReply(BaseReq):
+    """HTTP status and JSON body of the answer."""
+
+    ticket: int
+    status: int
+    body: dict[str, Any]

@@ -1,0 +1,92 @@
+"""``"orbit_version"`` in the body of a generation request.
+
+SGLang 0.5.12 drops keys that its request models do not declare, and the models are frozen into the routes when
+``http_server`` is imported, before or after the plugin. So the key moves, ahead of the routes, to the field that does
+reach the scheduler: ``custom_params``, inside ``sampling_params`` for the native route.
+"""
+
+import json
+from typing import Any
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from orbit_kernels.wire import error_body
+from orbit_sglang.versions import REQUESTED_VERSION_KEY
+
+NATIVE_PATH = "/generate"
+OPENAI_PATHS = ("/v1/completions", "/v1/chat/completions")
+
+
+class VersionInBody:
+    """ASGI middleware; bodies without the key pass through unchanged."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] == "http" and scope["path"] in (NATIVE_PATH, *OPENAI_PATHS):
+            body, disconnected = await _read(receive)
+            try:
+                if not disconnected:
+                    receive = _replay(move_version(body, scope["path"]), receive)
+            except ValueError as error:
+                await JSONResponse(error_body("bad_body", str(error)), 400)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def move_version(body: bytes, path: str) -> bytes:
+    """The body with a top-level ``orbit_version`` moved to where the scheduler finds it.
+
+    Raises:
+        ValueError: ``sampling_params`` or ``custom_params`` is no object, so that the version has no place to go.
+    """
+    if REQUESTED_VERSION_KEY.encode() not in body:
+        return body
+    try:
+        request = json.loads(body)
+    except ValueError:
+        return body
+    if not isinstance(request, dict) or REQUESTED_VERSION_KEY not in request:
+        return body
+    version = request.pop(REQUESTED_VERSION_KEY)
+    for holder in _holders(request, path):
+        custom_params = _object(_object(holder, "sampling_params").get("custom_params") or {}, "custom_params")
+        holder["custom_params"] = {**custom_params, REQUESTED_VERSION_KEY: version}
+    return json.dumps(request).encode()
+
+
+def _object(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} {value!r}: must be a JSON object")
+    return value
+
+
+def _holders(request: dict[str, Any], path: str) -> list[Any]:
+    if path != NATIVE_PATH:
+        return [request]
+    params = request.get("sampling_params") or {}
+    request["sampling_params"] = params
+    return params if isinstance(params, list) else [params]
+
+
+async def _read(receive: Receive) -> tuple[bytes, bool]:
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return b"", True
+        body += message.get("body", b"")
+        if not message.get("more_body"):
+            return bytes(body), False
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replayed() -> Message:
+        return pending.pop() if pending else await receive()
+
+    return replayed

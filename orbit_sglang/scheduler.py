@@ -1,0 +1,293 @@
+"""Control inside SGLang's scheduler process: the version of every request, and the operations on the slots.
+
+Everything here runs on the scheduler's own thread, between two batches, so no lock is needed.
+"""
+
+import collections
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.utils import TypeBasedDispatcher
+
+from orbit_kernels.wire import BASE_VERSION, error_body
+from orbit_sglang import forward, hooks, messages
+from orbit_sglang.config import SlotsConfig
+from orbit_sglang.metrics import SlotMetrics
+from orbit_sglang.slots import SlotBank
+from orbit_sglang.staging import StageJob
+from orbit_sglang.versions import BASE_SLOT, REQUESTED_VERSION_KEY, Conflict, SlotVersions
+
+logger = logging.getLogger(__name__)
+
+INIT_INFO_KEY = "orbit_slots"
+"""Key of the scheduler's start-up information; its presence proves that the slots are in place."""
+
+
+@dataclasses.dataclass
+class RequestVersion:
+    """The version that a request generates with, kept on SGLang's ``Req`` as ``orbit``.
+
+    ``chosen`` when the request named it: it then never moves to another one.
+    """
+
+    version: int
+    slot: int
+    chosen: bool
+    base_key: str | None
+
+    @property
+    def extra_key(self) -> str:
+        """Namespace of the prefix cache: no entry of another version can match."""
+        return f"orbit:{self.version}|{self.base_key or ''}"
+
+
+class SlotScheduler:
+    """The slots of one scheduler."""
+
+    def __init__(self, scheduler: Scheduler, bank: SlotBank, config: SlotsConfig):
+        self._scheduler = scheduler
+        self._bank = bank
+        self._config = config
+        self._versions = SlotVersions()
+        self._job: StageJob | None = None
+        self._switching: list[Req] = []
+        self._counters: collections.Counter[str] = collections.Counter()
+        self._metrics = SlotMetrics()
+        self._last_pause_ms: float | None = None
+        self._busy_s = 0.0
+        self._busy_since: float | None = None
+
+    def handlers(self) -> TypeBasedDispatcher:
+        """Handlers by message type, for the scheduler's dispatcher."""
+        return TypeBasedDispatcher(
+            [
+                (messages.StatusRequest, self._guarded(self._status)),
+                (messages.StageRequest, self._guarded(self._stage)),
+                (messages.ActivateRequest, self._guarded(self._activate)),
+                (messages.RollbackRequest, self._guarded(self._rollback)),
+                (messages.DiscardRequest, self._guarded(self._discard)),
+            ]
+        )
+
+    def admit(self, req: Req) -> None:
+        """Give a request that enters the waiting queue its version and its namespace of the prefix cache.
+
+        A request that comes back (retracted) keeps its version. Its KV cache is gone and will be recomputed with that
+        version alone, so it may enter the prefix cache again.
+        """
+        if not hasattr(req, "orbit"):
+            req.orbit = self._choose(req)
+            req.customized_info = {forward.INFO_KEY: []}
+        req.skip_radix_cache_insert = False
+        req.extra_key = req.orbit.extra_key
+
+    def poll(self) -> None:
+        """Finish what was waiting for another thread or for a prefill; called once per scheduler iteration."""
+        self._count_busy_time()
+        if self._switching:
+            self._switch_prefilled()
+        if self._job is not None and self._job.done:
+            self._finish_stage(self._job)
+        if self._metrics.is_due():
+            self._metrics.refresh(self._versions.active_version, self._in_use())
+
+    def _count_busy_time(self) -> None:
+        now = time.perf_counter()
+        if self._busy_since is not None:
+            self._busy_s += now - self._busy_since
+        idle = self._scheduler.running_batch.is_empty() and not self._scheduler.waiting_queue
+        self._busy_since = None if idle else now
+
+    @property
+    def is_staging(self) -> bool:
+        """Whether a staging waits for ``poll`` to notice its end."""
+        return self._job is not None
+
+    def _choose(self, req: Req) -> RequestVersion:
+        custom_params = req.sampling_params.custom_params
+        requested = custom_params.get(REQUESTED_VERSION_KEY) if isinstance(custom_params, dict) else None
+        version = self._versions.active_version if requested is None else requested
+        is_int = isinstance(version, int) and not isinstance(version, bool)
+        slot = self._versions.slot_of(version) if is_int else None
+        if slot is None:
+            req.set_finish_with_abort(
+                f"orbit_version {version!r}: must be one of the live versions {self._versions.versions}"
+            )
+            version, slot = BASE_VERSION, BASE_SLOT
+        return RequestVersion(version, slot, chosen=requested is not None, base_key=req.extra_key)
+
+    def _guarded(self, handler: Callable[[Any], dict | None]) -> Callable[[Any], messages.ControlReply | None]:
+        def handle(request: messages.ControlRequest) -> messages.ControlReply | None:
+            try:
+                body = handler(request)
+            except Conflict as conflict:
+                self._counters[f"rejected_{conflict.code}"] += 1
+                body = error_body(conflict.code, conflict.message, conflict.detail)
+                return messages.ControlReply(ticket=request.ticket, status=409, body=body)
+            return None if body is None else messages.ControlReply(ticket=request.ticket, status=200, body=body)
+
+        return handle
+
+    def _status(self, request: messages.StatusRequest) -> dict[str, Any]:
+        return {
+            "active_version": self._versions.active_version,
+            "versions": self._versions.versions,
+            "highest_seen": self._versions.highest_seen,
+            "slots": self._versions.describe(),
+            "staging": self._versions.staging_version,
+            "adapter": {
+                "type": self._config.adapter,
+                "block_size": self._config.block_size,
+                "fused": self._config.fused,
+            },
+            "requests": {str(version): count for version, count in sorted(self._in_use().items())},
+            "counters": dict(self._counters),
+            "last_activate_pause_ms": self._last_pause_ms,
+            "busy_s": self._busy_s,
+        }
+
+    def _stage(self, request: messages.StageRequest) -> None:
+        try:
+            slot = self._versions.begin_stage(request.version, self._in_use())
+        except Conflict as conflict:
+            self._metrics.rejected.labels(conflict.code).inc()
+            raise
+        self._job = StageJob(request, self._bank, slot)
+        self._job.start()
+
+    def _finish_stage(self, job: StageJob) -> None:
+        self._job = None
+        if job.staged is not None:
+            self._versions.finish_stage(job.staged)
+            self._counters["staged"] += 1
+            self._metrics.stage_seconds.observe(job.seconds)
+            status, body = 200, {**dataclasses.asdict(job.staged), "stage_s": job.seconds}
+        else:
+            self._versions.fail_stage(job.overwritten)
+            refused = job.failure.problems is not None
+            self._counters["rejected_adapter_refused" if refused else "stage_failed"] += 1
+            status = 422 if refused else 500
+            code = "adapter_refused" if refused else "stage_failed"
+            self._metrics.rejected.labels(code).inc()
+            body = error_body(code, job.failure.message, job.failure.problems)
+        reply = messages.ControlReply(ticket=job.request.ticket, status=status, body=body)
+        self._scheduler.send_to_tokenizer.send_output(reply, job.request)
+
+    def _activate(self, request: messages.ActivateRequest) -> dict[str, Any]:
+        start = time.perf_counter()
+        self._versions.activate(request.version)
+        self._counters["activated"] += 1
+        return self._move_requests(request.inflight, start)
+
+    def _rollback(self, request: messages.RollbackRequest) -> dict[str, Any]:
+        start = time.perf_counter()
+        self._versions.rollback(request.version)
+        self._counters["rolled_back"] += 1
+        self._metrics.rollbacks.inc()
+        return self._move_requests(request.inflight, start)
+
+    def _discard(self, request: messages.DiscardRequest) -> dict[str, Any]:
+        return {"discarded": self._versions.discard(self._in_use())}
+
+    def _move_requests(self, inflight: str, start: float) -> dict[str, Any]:
+        """Requests that have not started take the active version; started ones too when they are to switch."""
+        started = self._started_requests()
+        for req in self._scheduler.waiting_queue:
+            if inflight == "switch" or not req.output_ids:
+                self._move(req)
+                req.extra_key = req.orbit.extra_key
+        if inflight == "switch":
+            for req in started:
+                if req is self._scheduler.chunked_req:
+                    self._switching.append(req)
+                else:
+                    self._switch(req)
+        in_use = self._in_use()
+        pause_s = time.perf_counter() - start
+        self._last_pause_ms = pause_s * 1e3
+        self._metrics.pause_seconds.observe(pause_s)
+        self._metrics.refresh(self._versions.active_version, in_use)
+        return {
+            "active_version": self._versions.active_version,
+            "pause_ms": self._last_pause_ms,
+            "busy_s": self._busy_s,
+            "requests": {str(version): count for version, count in sorted(in_use.items())},
+        }
+
+    def _move(self, req: Req) -> bool:
+        version = self._versions.active_version
+        if req.orbit.chosen or req.orbit.version == version:
+            return False
+        req.orbit.version, req.orbit.slot = version, self._versions.slot_of(version)
+        return True
+
+    def _switch(self, req: Req) -> None:
+        """Move a request whose KV cache holds another version: its cache must not be shared with anyone."""
+        if self._move(req):
+            req.skip_radix_cache_insert = True
+
+    def _switch_prefilled(self) -> None:
+        """Switch requests whose chunked prefill has ended: SGLang carries a chunk to the next through the tree."""
+        prefilling = self._scheduler.chunked_req
+        for req in [req for req in self._switching if req is not prefilling]:
+            self._switching.remove(req)
+            if req in self._scheduler.waiting_queue:
+                self._move(req)
+                req.extra_key = req.orbit.extra_key
+            elif not req.finished():
+                self._switch(req)
+
+    def _started_requests(self) -> list[Req]:
+        """Unfinished requests that hold KV cache."""
+        scheduler = self._scheduler
+        batches = (scheduler.running_batch, scheduler.last_batch, scheduler.cur_batch)
+        reqs = {id(req): req for batch in batches if batch is not None for req in batch.reqs}
+        if scheduler.chunked_req is not None:
+            reqs[id(scheduler.chunked_req)] = scheduler.chunked_req
+        waiting = {id(req) for req in scheduler.waiting_queue}
+        return [req for key, req in reqs.items() if key not in waiting and not req.finished()]
+
+    def _in_use(self) -> dict[int, int]:
+        """Requests, running and waiting, by version."""
+        reqs: Iterable[Req] = [*self._started_requests(), *self._scheduler.waiting_queue]
+        return dict(collections.Counter(req.orbit.version for req in reqs))
+
+
+def install(result: None, scheduler: Scheduler) -> None:
+    """After ``Scheduler.init_request_dispatcher``: attach the slots to a scheduler that serves with them."""
+    if not scheduler.server_args.enable_orbit_slots:
+        return
+    hooks.require_applied()
+    bank = scheduler.tp_worker.model_runner.orbit_slots
+    scheduler.orbit = SlotScheduler(scheduler, bank, SlotsConfig.from_server_args(scheduler.server_args))
+    scheduler._request_dispatcher += scheduler.orbit.handlers()
+
+
+def before_queue(scheduler: Scheduler, req: Req, *args: Any, **kwargs: Any) -> None:
+    """Before ``Scheduler._add_request_to_queue``."""
+    if scheduler.server_args.enable_orbit_slots:
+        scheduler.orbit.admit(req)
+
+
+def after_input(result: None, scheduler: Scheduler, recv_reqs: list) -> None:
+    """After ``Scheduler.process_input_requests``."""
+    if scheduler.server_args.enable_orbit_slots:
+        scheduler.orbit.poll()
+
+
+def around_sleep(original: Callable, scheduler: Scheduler) -> None:
+    """Around ``Scheduler.maybe_sleep_on_idle``: an idle scheduler stays awake until a staging has ended."""
+    if not (scheduler.server_args.enable_orbit_slots and scheduler.orbit.is_staging):
+        original(scheduler)
+
+
+def after_init_info(result: dict[str, Any], scheduler: Scheduler) -> dict[str, Any]:
+    """After ``Scheduler.get_init_info``: tell the main process that the slots are in place."""
+    if not scheduler.server_args.enable_orbit_slots:
+        return result
+    return {**result, INIT_INFO_KEY: True}

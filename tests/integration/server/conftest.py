@@ -1,0 +1,74 @@
+import contextlib
+import pathlib
+import sys
+
+import pytest
+import torch
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+import harness  # noqa: E402
+import tiny_models  # noqa: E402
+
+KEY = "the-key"
+QWEN3_FLAGS = ("--enable-orbit-slots", "--dtype", "float32")
+LLAMA_FLAGS = (
+    "--enable-orbit-slots", "--dtype", "float32", "--orbit-fused", "split", "--orbit-block-size", "16", "--enable-metrics",
+    "--orbit-max-adapter-bytes", "2000000", "--orbit-stage-timeout-s", "3", "--skip-tokenizer-init",
+    "--disable-overlap-schedule", "--chunked-prefill-size", "64", "--admin-api-key", KEY,
+)  # fmt: skip
+
+
+class Servers:
+    """One running server at a time; the test modules are ordered so that each is started once."""
+
+    def __init__(self, folder: pathlib.Path):
+        self._folder = folder
+        self._stack = contextlib.ExitStack()
+        self._running: tuple | None = None
+        self._server: harness.Server | None = None
+
+    def checkpoint(self, family: str, dtype: torch.dtype = torch.float32) -> pathlib.Path:
+        folder = self._folder / f"{family}-{dtype}"
+        save = {"qwen3": tiny_models.save_qwen3, "llama": tiny_models.save_llama}[family]
+        return folder if folder.exists() else save(folder, dtype)
+
+    def get(self, family: str, *flags: str, key: str | None = None) -> harness.Server:
+        wanted = (family, *flags)
+        if self._running != wanted:
+            self.stop()
+            self._running = wanted
+            log = self._folder / f"{family}-{len(list(self._folder.glob('*.log')))}.log"
+            self._server = self._stack.enter_context(harness.serve(self.checkpoint(family), log, *flags, key=key))
+        if self._server is None:
+            pytest.fail(f"the server {wanted} did not start; see the first test that needs it")
+        return self._server
+
+    def stop(self) -> None:
+        self._running = self._server = None
+        self._stack.close()
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory):
+    servers = Servers(tmp_path_factory.mktemp("servers"))
+    yield servers
+    servers.stop()
+
+
+@pytest.fixture
+def qwen3(servers):
+    """Qwen3, tied rotations, overlap schedule; idle, and on the base model."""
+    return _idle_on_base(servers.get("qwen3", *QWEN3_FLAGS))
+
+
+@pytest.fixture
+def llama(servers):
+    """Llama with tied embeddings, split rotations, no overlap, small prefill chunks, an admin key."""
+    return _idle_on_base(servers.get("llama", *LLAMA_FLAGS, key=KEY))
+
+
+def _idle_on_base(server: harness.Server) -> harness.Server:
+    server.wait_until_idle()
+    server.rollback(0)
+    return server

@@ -1,0 +1,177 @@
+"""A real SGLang server as a child process, and the requests that the tests make of it."""
+
+import contextlib
+import os
+import pathlib
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import requests
+
+from orbit_kernels.wire import Adapter
+
+START_TIMEOUT_S = 400
+PROMPT = [(17 * index + 5) % 50 + 3 for index in range(24)]
+CPU_FLAGS = (
+    "--device", "cpu", "--attention-backend", "torch_native", "--mem-fraction-static", "0.05",
+    "--max-total-tokens", "20000", "--max-running-requests", "32", "--random-seed", "0",
+    "--sleep-on-idle",
+)  # fmt: skip
+
+
+class Server:
+    """Requests to a running server; ``log`` is the file with everything it printed."""
+
+    def __init__(self, url: str, log: pathlib.Path, process: subprocess.Popen, key: str | None = None):
+        self.url = url
+        self.log = log
+        self.process = process
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+
+    def get(self, path: str, **params) -> requests.Response:
+        return requests.get(self.url + path, params=params, headers=self._headers, timeout=60)
+
+    def post(self, path: str, json=None, **kwargs) -> requests.Response:
+        return requests.post(self.url + path, json=json, headers=self._headers, timeout=60, **kwargs)
+
+    def status(self) -> dict:
+        return self.get("/orbit/status").json()
+
+    def stage(self, version: int, adapter: Adapter | bytes) -> requests.Response:
+        payload = adapter.encode() if isinstance(adapter, Adapter) else adapter
+        return self.post("/orbit/stage", params={"version": version}, data=payload)
+
+    def activate(self, version: int, inflight: str = "finish") -> requests.Response:
+        return self.post("/orbit/activate", {"version": version, "inflight": inflight})
+
+    def new_version(self) -> int:
+        """A version greater than all that this server has seen."""
+        return self.status()["highest_seen"] + 1
+
+    def install(self, adapter: Adapter | bytes) -> int:
+        """Stage and activate an adapter under a new version."""
+        self.wait_until_idle()
+        version = self.new_version()
+        assert self.stage(version, adapter).status_code == 200
+        assert self.activate(version).status_code == 200
+        return version
+
+    def rollback(self, version: int) -> None:
+        assert self.post("/orbit/rollback", {"version": version}).status_code == 200
+
+    def generate(self, prompt=PROMPT, tokens: int = 16, **fields) -> dict:
+        """Greedy generation with log-probs of prompt and output, never ending early."""
+        params = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+        params.update(fields.pop("sampling_params", {}))
+        body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True, **fields}
+        body.setdefault("logprob_start_len", 0)
+        response = self.post("/generate", body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    @contextlib.contextmanager
+    def in_flight(self, **kwargs) -> Iterator["Running"]:
+        """A generation on a thread, which has started when the body runs."""
+        before = sum(self.status()["requests"].values())
+        running = Running(lambda: self.generate(**kwargs))
+        wait_for(lambda: sum(self.status()["requests"].values()) > before)
+        yield running
+        running.join()
+
+    def wait_until_idle(self) -> None:
+        wait_for(lambda: not self.status()["requests"])
+
+
+class Running:
+    """A call on a thread."""
+
+    def __init__(self, call):
+        self._thread = threading.Thread(target=self._run, args=(call,))
+        self._outcome = None
+        self._thread.start()
+
+    @property
+    def finished(self) -> bool:
+        return not self._thread.is_alive()
+
+    def join(self):
+        self._thread.join(timeout=120)
+        assert self._outcome is not None, "the call failed"
+        return self._outcome
+
+    def _run(self, call):
+        self._outcome = call()
+
+
+def wait_for(condition, timeout_s: float = 30) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "condition not reached in time"
+        time.sleep(0.01)
+
+
+def output_logprobs(answer: dict) -> list[float]:
+    return [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+
+
+def prompt_logprobs(answer: dict) -> list[float]:
+    return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
+
+
+def spans(answer: dict) -> list[list[int]]:
+    return answer["meta_info"]["orbit_versions"]
+
+
+def free_port() -> int:
+    """A free loopback port below 50000: SGLang 0.5.12 also derives port + 10000 and refuses it above 65535."""
+    for port in random.sample(range(20000, 50000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no free port")
+
+
+def launch(model: pathlib.Path, log: pathlib.Path, port: int, *flags: str) -> subprocess.Popen:
+    """Start a server in a process group of its own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "SGLANG_USE_CPU_ENGINE": "1"}
+    command = [sys.executable, "-W", "ignore", "-m", "sglang.launch_server", "--model-path", str(model)]
+    command += ["--host", "127.0.0.1", "--port", str(port), *CPU_FLAGS, *flags]
+    with log.open("wb") as output:
+        return subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+
+
+def stop(process: subprocess.Popen) -> None:
+    """End a server and every process that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(timeout=30)
+
+
+@contextlib.contextmanager
+def serve(model: pathlib.Path, log: pathlib.Path, *flags: str, key: str | None = None) -> Iterator[Server]:
+    """A server that is ready, for the length of the body."""
+    port = free_port()
+    process = launch(model, log, port, *flags)
+    server = Server(f"http://127.0.0.1:{port}", log, process, key)
+    try:
+        _wait_until_ready(server)
+        yield server
+    finally:
+        stop(process)
+
+
+def _wait_until_ready(server: Server) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        assert server.process.poll() is None, server.log.read_text()[-4000:]
+        with contextlib.suppress(requests.ConnectionError):
+            if requests.get(server.url + "/health", timeout=5).status_code == 200:
+                return
+        time.sleep(0.2)
+    raise AssertionError(server.log.read_text()[-4000:])

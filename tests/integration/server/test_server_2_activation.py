@@ -1,0 +1,143 @@
+"""Staging and activation while requests run (Qwen3, tied rotations, overlap schedule)."""
+
+import statistics
+
+import tiny_models
+from harness import PROMPT, Running, output_logprobs, spans, wait_for
+
+LONG = 400
+
+
+def test_twenty_stagings_leave_a_running_request_bitwise_unchanged(qwen3):
+    alone = qwen3.generate(tokens=LONG)
+    version = qwen3.new_version()
+    adapters = [tiny_models.random_adapter(seed) for seed in range(20)]
+    during = []
+    running = Running(lambda: [qwen3.generate(tokens=LONG) for _ in range(8)])
+    wait_for(lambda: qwen3.status()["requests"])
+    for offset, adapter in enumerate(adapters):
+        assert qwen3.stage(version + offset, adapter).status_code == 200
+        during.append(not running.finished)
+    answers = running.join()
+    assert all(during)
+    for answer in answers:
+        assert answer["output_ids"] == alone["output_ids"]
+        assert output_logprobs(answer) == output_logprobs(alone)
+        assert spans(answer) == [[0, 0, LONG]]
+
+
+def test_finish_ends_a_request_on_the_version_it_started_with(qwen3):
+    """field-cases #14."""
+    old = qwen3.install(tiny_models.random_adapter(1))
+    alone = qwen3.generate(tokens=LONG)
+    new = qwen3.new_version()
+    assert qwen3.stage(new, tiny_models.random_adapter(2)).status_code == 200
+    with qwen3.in_flight(tokens=LONG) as running:
+        assert qwen3.activate(new).json()["requests"] == {str(old): 1}
+        assert not running.finished
+        assert spans(qwen3.generate(tokens=2)) == [[new, 0, 2]]
+        refused = qwen3.stage(new + 1, tiny_models.random_adapter(3))
+        assert refused.status_code == 409 and refused.json()["error"]["code"] == "slot_in_use"
+        answer = running.join()
+    assert spans(answer) == [[old, 0, LONG]]
+    assert answer["output_ids"] == alone["output_ids"]
+    assert qwen3.stage(new + 1, tiny_models.random_adapter(3)).status_code == 200
+
+
+def test_switch_continues_on_the_new_version_and_shares_no_cache(qwen3):
+    old = qwen3.install(tiny_models.random_adapter(1))
+    before = qwen3.generate(tokens=LONG)
+    new = qwen3.new_version()
+    assert qwen3.stage(new, tiny_models.random_adapter(2)).status_code == 200
+    clean = qwen3.generate(tokens=32, orbit_version=new)
+    prompt = [11, *PROMPT]
+    with qwen3.in_flight(prompt=prompt, tokens=LONG) as running:
+        assert qwen3.activate(new, "switch").json()["requests"] == {str(new): 1}
+        answer = running.join()
+    (first, _, count), (second, start, rest) = spans(answer)
+    assert (first, second, count + rest, start) == (old, new, LONG, count)
+    unswitched = qwen3.generate(prompt=prompt, tokens=LONG, orbit_version=old)
+    assert answer["output_ids"][:count] == unswitched["output_ids"][:count]
+    assert answer["output_ids"][count:] != unswitched["output_ids"][count:]
+    again = qwen3.generate(prompt=prompt + answer["output_ids"][:64], tokens=4, logprob_start_len=-1)
+    assert again["meta_info"]["cached_tokens"] == 0
+    assert qwen3.generate(tokens=32)["output_ids"] == clean["output_ids"]
+    assert before["output_ids"][:32] != clean["output_ids"]
+
+
+def test_a_request_that_chose_its_version_keeps_it(qwen3):
+    qwen3.install(tiny_models.random_adapter(1))
+    new = qwen3.new_version()
+    assert qwen3.stage(new, tiny_models.random_adapter(2)).status_code == 200
+    with qwen3.in_flight(tokens=LONG, orbit_version=0) as running:
+        assert qwen3.activate(new, "switch").status_code == 200
+        assert not running.finished
+        assert spans(running.join()) == [[0, 0, LONG]]
+
+
+def test_sixteen_requests_survive_activations_that_hold_the_loop_under_a_millisecond(qwen3):
+    """field-cases #18; the pause is measured in the scheduler, around the whole operation."""
+    qwen3.install(tiny_models.random_adapter(1))
+    qwen3.install(tiny_models.random_adapter(2))
+    older, newer = qwen3.status()["versions"][1:]
+    pauses = []
+    running = Running(lambda: qwen3.generate(prompt=[PROMPT] * 16, tokens=LONG))
+    wait_for(lambda: sum(qwen3.status()["requests"].values()) == 16)
+    for _ in range(10):
+        assert not running.finished
+        pauses.append(qwen3.post("/orbit/rollback", {"version": older, "inflight": "switch"}).json()["pause_ms"])
+        pauses.append(qwen3.activate(newer, "switch").json()["pause_ms"])
+    answers = running.join()
+    assert statistics.median(pauses) < 1, pauses  # measured 0.08
+    for answer in answers:
+        assert answer["meta_info"]["finish_reason"]["type"] == "length"
+        assert sum(count for _, _, count in spans(answer)) == LONG
+        assert len(spans(answer)) > 1
+
+
+def test_requests_that_have_not_started_take_the_new_version(qwen3):
+    old = qwen3.install(tiny_models.random_adapter(1))
+    new = qwen3.new_version()
+    assert qwen3.stage(new, tiny_models.random_adapter(2)).status_code == 200
+    running = Running(lambda: qwen3.generate(prompt=[PROMPT] * 48, tokens=100))
+    wait_for(lambda: sum(qwen3.status()["requests"].values()) == 48)
+    requests_per_version = qwen3.activate(new).json()["requests"]
+    answers = running.join()
+    assert requests_per_version == {str(old): 32, str(new): 16}
+    assert all(len(spans(answer)) == 1 for answer in answers)
+    assert sorted(spans(answer)[0][0] for answer in answers) == [old] * 32 + [new] * 16
+
+
+def test_requests_that_lose_their_cache_in_a_pause_all_finish(qwen3):
+    """field-cases #21: four retracted, the rest queued, then an activation."""
+    old = qwen3.install(tiny_models.random_adapter(1))
+    alone = qwen3.generate(tokens=LONG)
+    new = qwen3.new_version()
+    assert qwen3.stage(new, tiny_models.random_adapter(2)).status_code == 200
+    clean = qwen3.generate(tokens=LONG, orbit_version=new)
+    running = Running(lambda: qwen3.generate(prompt=[PROMPT] * 4, tokens=LONG))
+    wait_for(lambda: qwen3.status()["requests"] == {str(old): 4})
+    assert qwen3.post("/pause_generation", {"mode": "retract"}).status_code == 200
+    assert not running.finished
+    assert qwen3.activate(new, "switch").json()["requests"] == {str(new): 4}
+    assert qwen3.post("/continue_generation", {}).status_code == 200
+    for answer in running.join():
+        (first, _, count), (second, _, rest) = spans(answer)
+        assert (first, second, count + rest) == (old, new, LONG)
+        assert answer["output_ids"][:count] == alone["output_ids"][:count]
+        assert answer["meta_info"]["finish_reason"]["type"] == "length"
+    assert qwen3.generate(tokens=LONG)["output_ids"] == clean["output_ids"]
+
+
+def test_rollback_and_discard(qwen3):
+    old = qwen3.install(tiny_models.random_adapter(1))
+    alone = qwen3.generate()
+    new = qwen3.install(tiny_models.random_adapter(2))
+    assert qwen3.post("/orbit/rollback").json()["active_version"] == old
+    assert qwen3.generate()["output_ids"] == alone["output_ids"]
+    refused = qwen3.post("/orbit/rollback")
+    assert refused.status_code == 409 and refused.json()["error"]["code"] == "nothing_to_roll_back"
+    assert qwen3.post("/orbit/discard").json() == {"discarded": [new]}
+    refused = qwen3.activate(new)
+    assert refused.status_code == 409 and refused.json()["error"]["code"] == "version_not_staged"
+    assert qwen3.status()["versions"] == [0, old]

@@ -1,0 +1,126 @@
+"""Payloads and calls that a server refuses, with nothing changed (Qwen3, tied rotations)."""
+
+import pickle
+
+import pytest
+import tiny_models
+import torch
+from harness import output_logprobs
+
+from orbit_kernels.wire import Adapter
+
+GOOD = tiny_models.random_adapter(1)
+NAMES = sorted(GOOD.tensors)
+
+
+def with_tensors(**changes: torch.Tensor) -> Adapter:
+    return Adapter({**GOOD.tensors, **changes}, GOOD.config)
+
+
+class Marker:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+REFUSED = {
+    "truncated": (GOOD.encode()[:-100], "not a safetensors file"),
+    "empty": (b"", "not a safetensors file"),
+    "no configuration": (lambda: _without_configuration(), "adapter_config"),
+    "unknown name": (with_tensors(**{"base_model.model.lm_head.oft_R.weight": torch.zeros(2, 496)}), "lm_head"),
+    "wrong shape": (with_tensors(**{NAMES[0]: torch.zeros(4, 495)}), NAMES[0]),
+    "wrong dtype": (with_tensors(**{NAMES[0]: torch.zeros(4, 496, dtype=torch.int32)}), "int32"),
+    "not finite": (with_tensors(**{NAMES[0]: torch.full((4, 496), torch.nan)}), "not finite"),
+    "wrong block size": (tiny_models.random_adapter(1, block_size=16), "--orbit-block-size"),
+    "missing": (Adapter({NAMES[0]: GOOD.tensors[NAMES[0]]}, GOOD.config), "missing"),
+    "untied parts": (tiny_models.random_adapter(1, tied=False), "--orbit-fused split"),
+    "part of a tied projection": (tiny_models.random_adapter(1, targets=("q_proj", "o_proj")), "k_proj"),
+}
+
+
+def _without_configuration() -> bytes:
+    from safetensors.torch import save
+
+    return save({name: tensor.clone() for name, tensor in GOOD.tensors.items()})
+
+
+def refuse(server, payload, code: int = 422) -> dict:
+    """Stage something that must be refused while a version is active, and return the error."""
+    active = server.install(tiny_models.random_adapter(7))
+    before, answer = server.status(), server.generate()
+    response = server.stage(active + 1, payload() if callable(payload) else payload)
+    assert response.status_code == code, response.text
+    after = server.status()
+    assert (after["active_version"], after["slots"], after["highest_seen"]) == (
+        active,
+        before["slots"],
+        before["highest_seen"],
+    )
+    assert output_logprobs(server.generate()) == output_logprobs(answer)
+    return response.json()["error"]
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_payload_that_does_not_fit_is_refused(qwen3, case):
+    payload, reason = REFUSED[case]
+    error = refuse(qwen3, payload)
+    assert error["code"] == "adapter_refused"
+    assert any(reason in problem for problem in error["detail"]), error
+
+
+def test_one_unknown_name_among_eight_is_listed(qwen3):
+    """field-cases #3."""
+    tensors = {name: GOOD.tensors[name] for name in NAMES[:7]} | {
+        "base_model.model.x.oft_R.weight": torch.zeros(2, 496)
+    }
+    error = refuse(qwen3, Adapter(tensors, GOOD.config))
+    assert any(problem.startswith("base_model.model.x.oft_R.weight: unknown tensor") for problem in error["detail"])
+
+
+def test_an_adapter_that_matches_nothing_is_refused(qwen3):
+    """field-cases #3."""
+    config = tiny_models.AdapterConfig(block_size=32, target_modules=("wqkv",))
+    error = refuse(qwen3, Adapter({"base_model.model.wqkv.oft_R.weight": torch.zeros(2, 496)}, config))
+    assert any("match no linear of the model" in problem for problem in error["detail"])
+
+
+def test_a_pickle_is_refused_and_never_loaded(qwen3, tmp_path):
+    """field-cases S3."""
+    marker = tmp_path / "marker"
+    refuse(qwen3, pickle.dumps(Marker(marker)))
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("version", ["", "x", "-1", "1.5"])
+def test_a_version_that_is_no_number_is_refused(qwen3, version):
+    response = qwen3.post("/orbit/stage", params={"version": version}, data=GOOD.encode())
+    assert response.status_code == 400 and response.json()["error"]["code"] == "bad_version"
+
+
+def test_a_version_that_is_not_new_is_refused(qwen3):
+    active = qwen3.install(GOOD)
+    for version in (0, active - 1, active):
+        response = qwen3.stage(version, GOOD)
+        assert response.status_code == 409 and response.json()["error"]["code"] == "version_not_new"
+
+
+@pytest.mark.parametrize(
+    "body, status, code",
+    [
+        ({"version": 10**6}, 409, "version_not_staged"),
+        ({"version": "1"}, 400, "bad_version"),
+        ({}, 400, "bad_version"),
+        ({"version": 1, "inflight": "abort"}, 400, "bad_inflight"),
+        ({"version": 1, "mode": "finish"}, 400, "bad_body"),
+        ([1], 400, "bad_body"),
+    ],
+)
+def test_an_activation_that_cannot_be_done_is_refused(qwen3, body, status, code):
+    response = qwen3.post("/orbit/activate", body)
+    assert response.status_code == status
+    assert response.json()["error"]["code"] == code
+    assert qwen3.status()["active_version"] == 0

@@ -1,0 +1,109 @@
+"""The plain server, and servers that must not start."""
+
+import dataclasses
+import socket
+
+import harness
+import pytest
+from conftest import QWEN3_FLAGS
+from harness import PROMPT, output_logprobs, prompt_logprobs
+
+PROMPTS = [PROMPT, PROMPT[:1], [(3 * index) % 50 + 3 for index in range(300)]]
+
+
+def answers(server, **fields) -> list[tuple]:
+    single = [server.generate(prompt=prompt, tokens=32, **fields) for prompt in PROMPTS]
+    batch = server.generate(prompt=PROMPTS, tokens=32, **fields)
+    return [(answer["output_ids"], prompt_logprobs(answer), output_logprobs(answer)) for answer in single + batch]
+
+
+def test_adapter_off_is_bitwise_the_plain_server(servers):
+    import tiny_models
+
+    slots = servers.get("qwen3", *QWEN3_FLAGS)
+    slots.rollback(0)
+    untouched = answers(slots)
+    slots.install(tiny_models.random_adapter(1))
+    assert answers(slots) != untouched
+    beside_a_version = answers(slots, orbit_version=0)
+    plain = answers(servers.get("qwen3", "--dtype", "float32"))
+    assert untouched == plain
+    assert beside_a_version == plain
+
+
+def test_a_port_in_use_ends_the_server_with_a_clear_text(servers, tmp_path):
+    with socket.socket() as taken:
+        port = harness.free_port()
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        log = tmp_path / "log"
+        process = harness.launch(servers.checkpoint("qwen3"), log, port, *QWEN3_FLAGS)
+        try:
+            assert process.wait(timeout=harness.START_TIMEOUT_S) != 0
+        finally:
+            harness.stop(process)
+    assert f"--host 127.0.0.1 --port {port}: Address already in use; choose another --port" in log.read_text()
+    assert "Load weight" not in log.read_text()
+
+
+@pytest.fixture(scope="module")
+def server_args(servers):
+    from sglang.srt.server_args import ServerArgs
+
+    from orbit_sglang import plugin
+
+    plugin.register()
+    model = str(servers.checkpoint("qwen3"))
+    base = {"model_path": model, "device": "cpu", "attention_backend": "torch_native", "enable_orbit_slots": True}
+    return lambda **changes: ServerArgs(**{**base, **changes})
+
+
+def test_server_args_know_the_flags_as_fields(server_args):
+    args = server_args(orbit_fused="split", orbit_block_size=16)
+    fields = {field.name for field in dataclasses.fields(args)}
+    assert {"enable_orbit_slots", "orbit_adapter", "orbit_block_size", "orbit_fused"} <= fields
+    assert (args.orbit_fused, args.orbit_block_size) == ("split", 16)
+    assert dataclasses.replace(args, orbit_block_size=64).orbit_block_size == 64
+
+
+def test_every_hook_is_applied(server_args):
+    from orbit_sglang import hooks, plugin
+
+    report = hooks.hook_report()
+    assert len(report) == len(plugin.hook_table()) and [status for status in report if status.problem] == []
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"tp_size": 2}, "tp_size=2"),
+        ({"pp_size": 2}, "pp_size=2"),
+        ({"tokenizer_worker_num": 2}, "tokenizer_worker_num=2"),
+        ({"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["all"]}, "SGLang's own LoRA"),
+        ({"enable_torch_compile": True}, "enable_torch_compile=True"),
+        ({"orbit_block_size": 1}, "--orbit-block-size 1"),
+        ({"orbit_fused": "both"}, "--orbit-fused 'both'"),
+        ({"orbit_adapter": "lora"}, "--orbit-adapter 'lora'"),
+        ({"orbit_max_adapter_bytes": 0}, "--orbit-max-adapter-bytes 0"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_reason(server_args, changes, reason):
+    with pytest.raises(ValueError, match=reason):
+        server_args(**changes)
+
+
+def test_a_plain_server_may_use_what_slots_cannot(server_args):
+    assert server_args(enable_orbit_slots=False, tp_size=2).tp_size == 2
+
+
+def test_a_hook_that_is_not_applied_stops_the_start(server_args, monkeypatch):
+    from sglang.srt.plugins.hook_registry import HookType
+
+    from orbit_sglang import forward, hooks
+
+    lost = hooks.Hook(
+        "sglang.srt.managers.scheduler.Scheduler.gone", HookType.AFTER, forward.after_load_model, ("self",)
+    )
+    monkeypatch.setattr(hooks, "_HOOKS", [*hooks._HOOKS, lost])
+    with pytest.raises(hooks.HookError, match="Scheduler.gone: the target does not exist"):
+        server_args()

@@ -1,0 +1,148 @@
+"""Llama with tied embeddings: split rotations, no overlap schedule, small prefill chunks, limits and a key."""
+
+import http.client
+import time
+from urllib.parse import urlsplit
+
+import reference
+import requests
+import tiny_models
+import torch
+from conftest import KEY
+from harness import PROMPT, Running, output_logprobs, prompt_logprobs, spans, wait_for
+
+
+def split_adapter(seed: int, **kwargs):
+    return tiny_models.random_adapter(seed, block_size=16, tied=False, **kwargs)
+
+
+def test_split_rotations_equal_peft_per_token(llama, servers, tmp_path):
+    base = llama.generate(tokens=24)
+    adapter = split_adapter(1)
+    llama.install(adapter)
+    answer = llama.generate(tokens=24)
+    served = torch.tensor(prompt_logprobs(answer) + output_logprobs(answer))
+    expected = reference.logprobs(
+        servers.checkpoint("llama"), adapter, PROMPT + answer["output_ids"], tmp_path / "peft"
+    )
+    assert (served[:23] - torch.tensor(prompt_logprobs(base))).abs().max() > 0.1
+    assert (served - expected).abs().max() <= 1e-4  # measured 8e-6
+
+
+def test_one_part_of_a_fused_projection_may_carry_a_rotation(llama, servers, tmp_path):
+    """field-cases #10: q_proj alone; k_proj and v_proj are the base."""
+    adapter = split_adapter(2, targets=("q_proj", "down_proj"))
+    llama.install(adapter)
+    answer = llama.generate(tokens=24)
+    served = torch.tensor(prompt_logprobs(answer) + output_logprobs(answer))
+    expected = reference.logprobs(
+        servers.checkpoint("llama"), adapter, PROMPT + answer["output_ids"], tmp_path / "peft"
+    )
+    assert (served - expected).abs().max() <= 1e-4
+
+
+def test_base_and_two_versions_in_one_batch(llama):
+    llama.install(split_adapter(1))
+    llama.install(split_adapter(2))
+    versions = llama.status()["versions"]
+    alone = [llama.generate(tokens=24, orbit_version=version) for version in versions]
+    params = [
+        {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True, "custom_params": {"orbit_version": version}}
+        for version in versions
+    ]
+    body = {"input_ids": [PROMPT] * 3, "sampling_params": params, "return_logprob": True}
+    for version, one, mixed in zip(versions, alone, llama.post("/generate", body).json(), strict=True):
+        assert spans(mixed) == [[version, 0, 24]] and mixed["output_ids"] == one["output_ids"]
+        assert (torch.tensor(output_logprobs(mixed)) - torch.tensor(output_logprobs(one))).abs().max() <= 1e-4
+
+
+def test_a_switch_in_the_middle_of_a_chunked_prefill_pollutes_no_cache(llama):
+    old = llama.install(split_adapter(1))
+    new = llama.new_version()
+    assert llama.stage(new, split_adapter(2)).status_code == 200
+    prompts = [[(step * index) % 50 + 3 for index in range(1900)] for step in (7, 11, 13)]
+    quick = {"prompt": prompts, "tokens": 8, "logprob_start_len": -1}
+    running = Running(lambda: llama.generate(**quick))
+    wait_for(lambda: sum(llama.status()["requests"].values()) == 3)
+    assert llama.activate(new, "switch").status_code == 200
+    for answer in running.join():
+        assert sum(count for _, _, count in spans(answer)) == 8
+        assert {version for version, _, _ in spans(answer)} <= {old, new}
+    served = llama.generate(**quick)
+    assert llama.post("/flush_cache").status_code == 200
+    for answer, cold in zip(served, llama.generate(**quick), strict=True):
+        assert spans(answer) == [[new, 0, 8]] and answer["output_ids"] == cold["output_ids"]
+
+
+def test_state_changing_routes_need_the_key(llama):
+    """field-cases S1."""
+    payload = split_adapter(1).encode()
+    calls = [
+        ("POST", "/orbit/stage?version=10000", payload),
+        ("POST", "/orbit/activate", b'{"version": 0}'),
+        ("POST", "/orbit/rollback", b"{}"),
+        ("POST", "/orbit/discard", b""),
+        ("GET", "/orbit/adapter?version=1", b""),
+    ]
+    before = llama.status()
+    for method, path, body in calls:
+        assert requests.request(method, llama.url + path, data=body, timeout=10).status_code == 401, path
+        wrong = {"Authorization": f"Bearer {KEY}x"}
+        assert requests.request(method, llama.url + path, data=body, headers=wrong, timeout=10).status_code == 401
+    after = llama.status()
+    assert (after["slots"], after["highest_seen"]) == (before["slots"], before["highest_seen"])
+
+
+def test_a_payload_beyond_the_limit_is_refused(llama):
+    response = llama.stage(llama.new_version(), bytes(2_000_001))
+    assert response.status_code == 413 and "--orbit-max-adapter-bytes" in response.json()["error"]["message"]
+
+
+def test_a_stalled_payload_blocks_nobody_and_is_given_up(llama):
+    """field-cases S9."""
+    version = llama.new_version()
+    stalled = http.client.HTTPConnection(urlsplit(llama.url).netloc, timeout=30)
+    stalled.putrequest("POST", f"/orbit/stage?version={version}")
+    stalled.putheader("Authorization", f"Bearer {KEY}")
+    stalled.putheader("Content-Length", "100000")
+    stalled.endheaders(b"begin")
+    start = time.monotonic()
+    llama.install(split_adapter(1))
+    assert time.monotonic() - start < 2.5
+    response = stalled.getresponse()
+    assert response.status == 408 and b"body_timeout" in response.read()
+
+
+def test_a_body_that_breaks_off_changes_nothing(llama):
+    before = llama.status()
+    broken = http.client.HTTPConnection(urlsplit(llama.url).netloc, timeout=30)
+    broken.putrequest("POST", f"/orbit/stage?version={llama.new_version()}")
+    broken.putheader("Authorization", f"Bearer {KEY}")
+    broken.putheader("Content-Length", "100000")
+    broken.endheaders(split_adapter(1).encode()[:50000])
+    broken.close()
+    after = llama.status()
+    assert (after["slots"], after["staging"]) == (before["slots"], None)
+    llama.install(split_adapter(1))
+
+
+def test_metrics_are_exported(llama):
+    version = llama.install(split_adapter(1))
+    llama.stage(version, split_adapter(1))
+    llama.stage(version + 1, b"")
+    llama.stage(version + 1, bytes(2_000_001))
+    llama.rollback(0)
+
+    def exported() -> dict[str, float]:
+        lines = llama.get("/metrics").text.splitlines()
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if "orbit_" in line[:6])}
+
+    with llama.in_flight(tokens=1500):
+        wait_for(lambda: exported().get('orbit_requests_in_flight{version="0"}') == 1)
+    metrics = exported()
+    assert metrics["orbit_active_version"] == 0
+    assert metrics["orbit_stage_seconds_count"] >= 1
+    assert metrics["orbit_activate_pause_seconds_count"] >= 2
+    assert metrics["orbit_rollback_total"] >= 1
+    reasons = {"version_not_new", "adapter_refused", "adapter_too_large"}
+    assert all(metrics[f'orbit_stage_rejected_total{{reason="{reason}"}}'] >= 1 for reason in reasons)

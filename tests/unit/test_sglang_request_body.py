@@ -1,0 +1,65 @@
+import asyncio
+import json
+
+import pytest
+
+from orbit_sglang.request_body import VersionInBody, move_version
+
+
+def moved(body: dict, path: str) -> dict:
+    return json.loads(move_version(json.dumps(body).encode(), path))
+
+
+def test_native_request_carries_the_version_in_its_sampling_params():
+    body = {"text": "a", "orbit_version": 3, "sampling_params": {"temperature": 0, "custom_params": {"k": 1}}}
+    expected = {"text": "a", "sampling_params": {"temperature": 0, "custom_params": {"k": 1, "orbit_version": 3}}}
+    assert moved(body, "/generate") == expected
+
+
+@pytest.mark.parametrize("params", [None, {}])
+def test_native_request_without_sampling_params(params):
+    body = {"text": "a", "orbit_version": 0, "sampling_params": params}
+    assert moved(body, "/generate")["sampling_params"] == {"custom_params": {"orbit_version": 0}}
+
+
+def test_every_request_of_a_batch_gets_the_version():
+    body = {"text": ["a", "b"], "orbit_version": 2, "sampling_params": [{"temperature": 0}, {"temperature": 1}]}
+    params = moved(body, "/generate")["sampling_params"]
+    assert [item["custom_params"] for item in params] == [{"orbit_version": 2}] * 2
+
+
+def test_openai_request_carries_the_version_in_custom_params():
+    assert moved({"prompt": "a", "orbit_version": 1}, "/v1/completions") == {
+        "prompt": "a",
+        "custom_params": {"orbit_version": 1},
+    }
+
+
+@pytest.mark.parametrize("body", [b'{"text": "orbit_version"}', b'{"orbit_version": ', b'["orbit_version"]', b"{}"])
+def test_other_bodies_pass_unchanged(body):
+    assert move_version(body, "/generate") is body
+
+
+@pytest.mark.parametrize("params", ["greedy", [3], {"custom_params": [1]}])
+def test_params_that_cannot_hold_the_version_are_refused(params):
+    with pytest.raises(ValueError, match="must be a JSON object"):
+        moved({"text": "a", "orbit_version": 1, "sampling_params": params}, "/generate")
+
+
+def test_middleware_joins_chunks_and_keeps_later_messages():
+    messages = [
+        {"type": "http.request", "body": b'{"text": "a", "orb', "more_body": True},
+        {"type": "http.request", "body": b'it_version": 4}', "more_body": False},
+        {"type": "http.disconnect"},
+    ]
+    seen = []
+
+    async def receive():
+        return messages.pop(0)
+
+    async def app(scope, receive, send):
+        seen.extend([await receive(), await receive()])
+
+    asyncio.run(VersionInBody(app)({"type": "http", "path": "/generate"}, receive, None))
+    assert json.loads(seen[0]["body"])["sampling_params"] == {"custom_params": {"orbit_version": 4}}
+    assert seen[1] == {"type": "http.disconnect"}
