@@ -1,9 +1,11 @@
 """The trained part of the policy: OFT rotations on the inputs of the frozen linears."""
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import safetensors
 import safetensors.torch
 import torch
 from torch import nn
@@ -14,8 +16,13 @@ from orbit_kernels.wire import Adapter
 from orbit_verl.config import AdapterSettings
 from orbit_verl.model.linear import FrozenLinear
 
+logger = logging.getLogger(__name__)
+
 PEFT_CONFIG_FILE = "adapter_config.json"
 PEFT_WEIGHTS_FILE = "adapter_model.safetensors"
+
+ORTHOGONALITY_LIMIT = 0.05
+"""Orthogonality error past which a warning is logged; the five-term series reaches it at a block norm of about 0.37."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -69,11 +76,10 @@ class TrainerAdapter:
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The trained tensors by peft's name; a rotation that several parts share goes by its first part's name."""
-        names: dict[int, str] = {}
+        first: dict[int, str] = {}
         for module, rotation in self._by_module.items():
-            names.setdefault(id(rotation.entries), tensor_name(module))
-        first = set(names.values())
-        return {tensor_name(m): r.entries for m, r in self._by_module.items() if tensor_name(m) in first}
+            first.setdefault(id(rotation), module)
+        return {tensor_name(module): self._by_module[module].entries for module in first.values()}
 
     @property
     def num_bytes(self) -> int:
@@ -145,9 +151,17 @@ class TrainerAdapter:
 
     @torch.no_grad()
     def orthogonality_error_max(self) -> float:
-        """Largest Frobenius norm of ``R^T R - I`` over all blocks, dimensionless."""
+        """Largest Frobenius norm of ``R^T R - I`` over all blocks, dimensionless; logs a warning past the limit."""
         rotations = {id(rotation): rotation for rotation in self._by_module.values()}.values()
-        return max(oft.orthogonality_error(rotation.blocks()).max().item() for rotation in rotations)
+        error = max(oft.orthogonality_error(rotation.blocks()).max().item() for rotation in rotations)
+        if error > ORTHOGONALITY_LIMIT:
+            logger.warning(
+                "orthogonality error %.3g is above %.3g: the Cayley-Neumann series no longer rotates; lower the learning "
+                "rate or set orbit.adapter.cayley_neumann_terms=null",
+                error,
+                ORTHOGONALITY_LIMIT,
+            )
+        return error
 
     def _check_targets(self) -> None:
         leaves = {module.rsplit(".", 1)[-1] for module in self._widths}
@@ -197,7 +211,7 @@ def read_peft_folder(folder: str | Path) -> Adapter:
     """An adapter as peft saves it.
 
     Raises:
-        ValueError: a file is missing, or the configuration is not one that the slots hold.
+        ValueError: a file is missing or not a safetensors file, or the configuration is not one that the slots hold.
     """
     config, weights = Path(folder) / PEFT_CONFIG_FILE, Path(folder) / PEFT_WEIGHTS_FILE
     missing = [path.name for path in (config, weights) if not path.is_file()]
@@ -205,7 +219,11 @@ def read_peft_folder(folder: str | Path) -> Adapter:
         raise ValueError(
             f"adapter folder {folder}: no {' and no '.join(missing)}; save one with peft's save_pretrained"
         )
-    return Adapter(safetensors.torch.load_file(weights), AdapterConfig.from_peft_json(config.read_text()))
+    try:
+        tensors = safetensors.torch.load_file(weights)
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"adapter file {weights} is not a safetensors file: {error}") from None
+    return Adapter(tensors, AdapterConfig.from_peft_json(config.read_text()))
 
 
 def write_peft_folder(adapter: Adapter, folder: str | Path) -> None:

@@ -94,11 +94,11 @@ def load(folder: str | Path) -> TrainingState:
 
 def rng_state() -> dict[str, torch.Tensor]:
     """States of Python's, NumPy's, torch's and, where present, CUDA's generators, as tensors."""
-    version, words, gauss = random.getstate()
-    assert version == 3 and gauss is None
+    _, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state()
     states = {
         "python": torch.tensor(words, dtype=torch.int64),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
         "numpy_keys": torch.from_numpy(keys.astype(np.int64)),
         "numpy_position": torch.tensor([position, has_gauss], dtype=torch.int64),
         "numpy_cached": torch.tensor([cached], dtype=torch.float64),
@@ -111,7 +111,8 @@ def rng_state() -> dict[str, torch.Tensor]:
 
 def set_rng_state(states: Mapping[str, torch.Tensor]) -> None:
     """Restore what ``rng_state`` returned."""
-    random.setstate((3, tuple(states["python"].tolist()), None))
+    gauss = states["python_gauss"].tolist()
+    random.setstate((3, tuple(states["python"].tolist()), gauss[0] if gauss else None))
     position, has_gauss = states["numpy_position"].tolist()
     keys = states["numpy_keys"].numpy().astype(np.uint32)
     np.random.set_state(("MT19937", keys, position, has_gauss, states["numpy_cached"].item()))

@@ -22,36 +22,27 @@ from orbit_kernels.wire import Adapter
 from orbit_verl import checkpoint, megatron_cpu
 from orbit_verl.adapter import TrainerAdapter, read_peft_folder
 from orbit_verl.engine_config import OrbitEngineConfig
-from orbit_verl.model import DenseArchitecture, base_digest, build_model, frozen_linears, named_tensors
+from orbit_verl.model import DenseArchitecture, base_digest, build_model, frozen_linears
 from orbit_verl.model.attention import as_served
 from orbit_verl.model.build import transformer_config
 from orbit_verl.optimizer import AdapterOptimizer, build_scheduler
 
 logger = logging.getLogger(__name__)
 
-_SINGLE = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-)
 _OFF = ("use_fused_kernels", "use_dist_checkpointing", "use_megatron_fsdp", "dynamic_context_parallel")
 _CONTENTS = {"model", "optimizer", "extra"}
-
-ORTHOGONALITY_LIMIT = 0.05
-"""Orthogonality error past which a warning is logged; the five-term series reaches it at a block norm of about 0.37."""
 
 
 @EngineRegistry.register(model_type="language_model", backend="orbit", device=["cpu", "cuda"])
 class OrbitEngine(MegatronEngineWithLMHead):
-    """Trains an adapter over a frozen base model; data parallelism only.
+    """Trains an adapter over a frozen base model. Data parallelism only: ``OrbitEngineConfig`` refuses other layouts.
 
     Attributes:
         adapter_version: version that the servers know the adapter by; set by whoever publishes it, saved and restored
             with a checkpoint.
 
     Raises:
-        ValueError: a parallel layout, option or checkpoint content that is not implemented.
+        ValueError: an option or checkpoint content that is not implemented.
     """
 
     def __init__(
@@ -141,25 +132,6 @@ class OrbitEngine(MegatronEngineWithLMHead):
     def base_digest(self) -> str:
         """SHA-256 over the live frozen tensors."""
         return base_digest(self.module)
-
-    def adapter_metrics(self) -> dict[str, float]:
-        """Sizes in bytes of what this rank holds, and how far the rotations are from orthogonal."""
-        error = self.adapter.orthogonality_error_max()
-        if error > ORTHOGONALITY_LIMIT:
-            logger.warning(
-                "orthogonality error %.3g is above %.3g: the Cayley-Neumann series no longer rotates; lower the learning "
-                "rate or set orbit.adapter.cayley_neumann_terms=null",
-                error,
-                ORTHOGONALITY_LIMIT,
-            )
-        gradients, states = self.optimizer.gradients(), self.optimizer.state_tensors()
-        return {
-            "orbit/oft/orthogonality_error_max": error,
-            "orbit/memory/base_bytes": sum(t.nbytes for chunk in self.module for _, t in named_tensors(chunk)),
-            "orbit/memory/adapter_bytes": self.adapter.num_bytes,
-            "orbit/memory/gradient_bytes": sum(tensor.nbytes for tensor in gradients.values()),
-            "orbit/memory/optimizer_bytes": sum(tensor.nbytes for tensor in states.values()),
-        }
 
     def save_checkpoint(
         self,
@@ -261,9 +233,6 @@ class OrbitEngine(MegatronEngineWithLMHead):
 
 
 def _check_engine_config(config: OrbitEngineConfig) -> None:
-    for name in _SINGLE:
-        if getattr(config, name) != 1:
-            raise ValueError(f"{name}={getattr(config, name)}: OrbitEngine runs data-parallel only so far; set it to 1")
     for name in _OFF:
         if getattr(config, name):
             raise ValueError(f"{name}=True: not implemented by OrbitEngine; set it to False")

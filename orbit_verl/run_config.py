@@ -153,6 +153,7 @@ def _implied_on_cpu(config: DictConfig) -> list[Implied]:
         Implied(f"{SGLANG}.device", None, "cpu", reason),
         Implied(f"{SGLANG}.attention_backend", None, "torch_native", reason),
         Implied(f"{SGLANG}.enable_memory_saver", None, False, reason),
+        Implied(f"{SGLANG}.sleep_on_idle", None, True, "an idle server would keep one of few cores busy"),
         Implied("actor_rollout_ref.actor.use_torch_compile", True, False, reason),
         Implied("ray_kwargs.ray_init.num_gpus", None, workers, "verl counts workers in Ray's logical GPUs"),
         Implied("ray_kwargs.ray_init.num_cpus", None, 4 * workers + 8, "Ray's CPUs are logical: one an actor"),

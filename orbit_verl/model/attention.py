@@ -4,14 +4,15 @@ SDPA's CPU kernel in bf16 rounds a row by the number of rows and keys of the cal
 decoded alone differs in its last bit from the same token inside a whole sequence; over 30 layers of bf16 that bit grows
 to 0.03 nats (SmolLM2-135M). Everything else in the model rounds row by row. `as_served` makes the forward pass repeat
 the server's calls (SGLang 0.5.12, layers/attention/torch_native_backend.py): the prompt in one, every later token in
-its own. The log-probs are then the server's own, up to the fp32 softmax.
+its own. The log-probs are then the server's own, up to the fp32 softmax. What remains: tokens that the server decoded
+while no other request ran, as oneDNN has another GEMM for one row of more than about a thousand columns.
 
 Dimension suffixes: S sequence, B batch, T packed tokens, H query heads, K key-value heads, C head width.
 """
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -104,9 +105,9 @@ class _ServedAttention(torch.autograd.Function):
         return *torch.autograd.grad(out_BHSC, (q, k, v), grad_BHSC), None, None
 
 
-def _rows(chosen) -> slice | list[int]:
-    """The chosen indices, as a slice, which copies nothing, where that is all of them."""
-    chosen = list(chosen)
+def _rows(wanted_by_row: Iterable[bool]) -> slice | list[int]:
+    """The wanted indices, as a slice, which copies nothing, where that is all of them."""
+    chosen = list(wanted_by_row)
     return slice(None) if all(chosen) else [index for index, wanted in enumerate(chosen) if wanted]
 
 

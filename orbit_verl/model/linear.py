@@ -1,6 +1,6 @@
 """Linears of the frozen base: the weight never has a gradient, the adapter sits on the input.
 
-Dimension suffixes: S sequence, B batch, I input width, O output width.
+Dimension suffixes: S sequence, B batch, T tokens (S * B), I input width, O output width.
 """
 
 from collections.abc import Mapping
@@ -11,26 +11,26 @@ from torch import nn
 
 
 class _FrozenMatmul(torch.autograd.Function):
-    """``x W^T`` whose backward forms the gradient of ``x`` only; saves no activation.
-
-    Activations are flattened to two dimensions first, as the server has them: torch picks its GEMM by shape and strides,
-    and two GEMMs may differ in the last bit.
-    """
+    """``x W^T`` whose backward forms the gradient of ``x`` only; saves no activation."""
 
     @staticmethod
-    def forward(ctx, x_SBI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(weight_OI)
-        return nn.functional.linear(x_SBI.flatten(0, 1), weight_OI).unflatten(0, x_SBI.shape[:2])
+        return nn.functional.linear(x_TI, weight_OI)
 
     @staticmethod
-    def backward(ctx, grad_SBO: torch.Tensor):
+    def backward(ctx, grad_TO: torch.Tensor):
         (weight_OI,) = ctx.saved_tensors
-        return (grad_SBO.flatten(0, 1) @ weight_OI).unflatten(0, grad_SBO.shape[:2]), None
+        return grad_TO @ weight_OI, None
 
 
 def frozen_matmul(x_SBI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-    """``x W^T`` [S, B, O] in the dtype of ``x``; only ``x`` receives a gradient."""
-    return _FrozenMatmul.apply(x_SBI, weight_OI)
+    """``x W^T`` [S, B, O] in the dtype of ``x``; only ``x`` receives a gradient.
+
+    Activations are flattened to two dimensions, as the server has them: torch picks its GEMM by shape and strides, and
+    two GEMMs may differ in the last bit.
+    """
+    return _FrozenMatmul.apply(x_SBI.flatten(0, 1), weight_OI).unflatten(0, x_SBI.shape[:2])
 
 
 class FrozenHead(nn.Module):
