@@ -131,8 +131,3 @@ def _one_of(key: str, value: object, allowed: tuple[str, ...]) -> None:
 def _positive(key: str, value: float) -> None:
     if not value > 0:
         raise ValueError(f"{key}={value!r}: must be greater than 0")
-
-
-def adapter_settings(engine_config) -> AdapterSettings:
-    """The adapter's settings as verl's engine configuration carries them (``OrbitEngineConfig.adapter``)."""
-    return engine_config.adapter

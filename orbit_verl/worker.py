@@ -62,6 +62,12 @@ class OrbitActorWorker(DetachActorWorker):
         }
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None):
+        """verl's checkpoint, labelled with the version that these steps become when they are published."""
+        self.actor.engine.adapter_version = version_of(global_step)
+        super().save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def base_digest(self) -> str:
         """SHA-256 over this rank's frozen tensors."""
         return self.actor.engine.base_digest()

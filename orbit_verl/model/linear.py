@@ -36,8 +36,8 @@ def frozen_matmul(x_SBI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
 class FrozenHead(nn.Module):
     """The output layer in Megatron-Core's calling convention; ``weight`` is None when the embeddings are the head.
 
-    Megatron-Core's own layer multiplies the logits' gradient in three dimensions (tensor_parallel/layers.py:376), which
-    is a batched product with one copy of the vocabulary per position when the batch is padded.
+    Megatron-Core 0.18.0's own layer multiplies the strided, three-dimensional gradient of padded logits as it is
+    (tensor_parallel/layers.py:376): on a CPU a training step of SmolLM2-135M then takes 17.5 s instead of 6.6 s.
     """
 
     def __init__(self, weight: nn.Parameter | None):

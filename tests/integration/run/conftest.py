@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from orbit_cli.processes import run_to_end
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from orbit_cli.processes import run_to_end
 from recipes.tiny_arithmetic.data import TaskConfig, split_problems, write_parquet
 from recipes.tiny_arithmetic.tokenizer import build_tokenizer
 

@@ -1,0 +1,32 @@
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from trainer_support import write_checkpoint
+
+sys.path.append(str(Path(__file__).parents[1] / "server"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def single_process(tmp_path_factory):
+    """A process group of one over the loopback interface."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory):
+    """Folder of a tiny checkpoint by (kind, dtype)."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {
+        (kind, dtype): write_checkpoint(kind, dtype, root / f"{kind}_{str(dtype).removeprefix('torch.')}")
+        for kind in ("qwen3", "llama")
+        for dtype in (torch.float32, torch.bfloat16)
+    }
