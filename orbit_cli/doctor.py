@@ -1,0 +1,184 @@
+"""The checks of ``orbit doctor``: what is installed, whether the plugins are in, what this machine cannot do."""
+
+import dataclasses
+import enum
+import importlib
+import importlib.metadata
+import os
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from rich.markup import escape
+from rich.table import Table
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PINS_FILE = REPOSITORY / "requirements" / "stack.txt"
+CORE_PACKAGES = (
+    "verl",
+    "sglang",
+    "torch",
+    "transformers",
+    "megatron-core",
+    "tensordict",
+    "transferqueue",
+    "kernels",
+    "peft",
+    "ray",
+)
+_FIX = "run make setup"
+
+
+class State(enum.Enum):
+    """What a check found; ``MISSING`` is something that this machine lacks and a CPU run does not need."""
+
+    OK = "[green]ok[/green]"
+    FAILED = "[red]failed[/red]"
+    MISSING = "[yellow]not here[/yellow]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One line of the report."""
+
+    subject: str
+    state: State
+    detail: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Plugin:
+    """One of Orbit's plugins, as its host loads it.
+
+    Args:
+        host: the host package.
+        group: the entry-point group that the host reads.
+        load: makes the host load its plugins, as in a run.
+        module: where ``hook_report`` is.
+        problem: why a line of that report is not applied, ``None`` when it is.
+    """
+
+    host: str
+    group: str
+    load: Callable[[], object]
+    module: str
+    problem: Callable[[object], str | None]
+
+
+def _load_verl_plugins() -> None:
+    importlib.import_module("verl")
+
+
+def _load_sglang_plugins() -> None:
+    importlib.import_module("sglang.srt.plugins").load_plugins()
+
+
+PLUGINS = (
+    Plugin(
+        "verl",
+        "verl.plugins",
+        _load_verl_plugins,
+        "orbit_verl.plugin",
+        lambda hook: None if hook.applied else hook.reason or "the hook is not applied",
+    ),
+    Plugin("sglang", "sglang.srt.plugins", _load_sglang_plugins, "orbit_sglang.hooks", lambda hook: hook.problem),
+)
+
+
+def run_checks() -> list[Check]:
+    """Every check in order. Imports verl and SGLang, which takes from seconds to a minute."""
+    has_cuda = _has_cuda()
+    if not has_cuda:
+        # Both packages decide about their device when they are imported.
+        os.environ.setdefault("VERL_PLATFORM", "orbit_cpu")
+        os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    checks = version_checks(PINS_FILE)
+    for plugin in PLUGINS:
+        checks += plugin_checks(plugin)
+    return checks + device_checks(has_cuda)
+
+
+def table(checks: Iterable[Check]) -> Table:
+    """The report as a table."""
+    report = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for check in checks:
+        report.add_row(check.state.value, escape(check.subject), escape(check.detail))
+    return report
+
+
+def version_checks(pins_file: Path) -> list[Check]:
+    """The installed core packages against their pins."""
+    pins = read_pins(pins_file)
+    return [_version_check(name, pins[name]) for name in CORE_PACKAGES]
+
+
+def read_pins(pins_file: Path) -> dict[str, str]:
+    """Versions by lower-case package name, from lines ``name==version``."""
+    return {name.lower(): version for name, version in re.findall(r"^([\w.-]+)==(\S+)", pins_file.read_text(), re.M)}
+
+
+def plugin_checks(plugin: Plugin) -> list[Check]:
+    """Whether the entry point is found, loads, and has all its hooks applied."""
+    subject = f"{plugin.host} plugin"
+    found = importlib.metadata.entry_points(group=plugin.group, name="orbit")
+    if not found:
+        return [Check(subject, State.FAILED, f"no entry point orbit in {plugin.group}; {_FIX}")]
+    try:
+        plugin.load()
+        report = importlib.import_module(plugin.module).hook_report()
+    except Exception as error:  # whatever an import of the stack raises is the finding
+        return [Check(subject, State.FAILED, f"does not load: {type(error).__name__}: {error}")]
+    problems = [(hook.target, plugin.problem(hook)) for hook in report]
+    failed = [
+        Check(subject, State.FAILED, f"{target}: {problem}; {_FIX}")
+        for target, problem in problems
+        if problem is not None
+    ]
+    if not report:
+        return [Check(subject, State.FAILED, "has no hooks")]
+    return failed or [Check(subject, State.OK, f"active, {len(report)} hooks applied")]
+
+
+def device_checks(has_cuda: bool) -> list[Check]:
+    """The device, and what cannot run on it."""
+    if has_cuda:
+        import torch
+
+        properties = torch.cuda.get_device_properties(0)
+        count, memory_gb = torch.cuda.device_count(), properties.total_memory / 1e9
+        return [Check("device", State.OK, f"{count} x {properties.name}, {memory_gb:.0f} GB each")]
+    flags = cpu_flags()
+    memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    features = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_tile") if flag in flags]
+    checks = [
+        Check("device", State.OK, f"CPU, {os.cpu_count()} cores ({', '.join(features)}), {memory_gb:.0f} GB"),
+        Check("GPU tests, make test-gpu", State.MISSING, "torch finds no CUDA device"),
+        Check("CUDA graphs, NCCL, GPU kernels", State.MISSING, "no CUDA device; plain torch and gloo do their work"),
+    ]
+    if "amx_tile" not in flags:
+        reason = "the processor has no AMX; attention backend torch_native does their work"
+        checks.append(Check("SGLang's CPU kernels", State.MISSING, reason))
+    return checks
+
+
+def cpu_flags() -> set[str]:
+    """Instruction sets of the processor by Linux's names; empty on other systems and architectures."""
+    cpuinfo = Path("/proc/cpuinfo")
+    match = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.M) if cpuinfo.exists() else None
+    return set(match[1].split()) if match else set()
+
+
+def _version_check(name: str, pinned: str) -> Check:
+    try:
+        installed = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Check(name, State.FAILED, f"not installed, pinned is {pinned}; {_FIX}")
+    if installed.partition("+")[0] != pinned:
+        return Check(name, State.FAILED, f"{installed} is installed, pinned is {pinned}; {_FIX}")
+    return Check(name, State.OK, installed)
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

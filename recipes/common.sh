@@ -1,0 +1,62 @@
+# Sourced by every recipe. Sets up the environment, then run_recipe starts verl with the overrides it is given.
+set -euo pipefail
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+PYTHON="$ROOT/.venv/bin/python"
+if [[ ! -x "$PYTHON" ]]; then
+    echo "error: $PYTHON is missing; run: make setup" >&2
+    exit 1
+fi
+cd "$ROOT"
+
+# One thread for each of the many small processes: trainer, server and Ray's actors share the cores.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HYDRA_FULL_ERROR=1
+# Ray 2.60 turns token authentication on; the cluster listens on loopback only.
+export RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0 RAY_DEDUP_LOGS=0 RAY_prestart_worker_first_driver=0
+export VERL_LOGGING_LEVEL="${VERL_LOGGING_LEVEL:-INFO}"
+
+# has_accelerator: whether torch sees a GPU.
+has_accelerator() {
+    "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
+}
+
+# input VARIABLE DEFAULT: keep the path that the user set, which must exist, or take the default.
+input() {
+    if [[ -z "${!1:-}" ]]; then
+        printf -v "$1" '%s' "$2"
+    elif [[ ! -e "${!1}" ]]; then
+        echo "error: $1=${!1} does not exist; set $1 to an existing path, or leave it unset" >&2
+        exit 1
+    fi
+}
+
+# prepare_once DIR COMMAND...: run a command that makes DIR, when an input lies there and this is no dry run.
+prepare_once() {
+    local dir="$1"
+    shift
+    if [[ "${DRY_RUN:-0}" != 1 && "$MODEL_PATH:$TRAIN_FILES:$VAL_FILES" == *"$dir/"* ]]; then
+        "$@" >&2
+    fi
+}
+
+# run_recipe OVERRIDE...: replace this shell by the run, or by a print-out of its configuration when DRY_RUN=1.
+run_recipe() {
+    local show=()
+    if [[ "${DRY_RUN:-0}" == 1 ]]; then
+        show=(--cfg job --resolve)
+    else
+        mkdir -p "$OUTPUT_DIR"
+    fi
+    export VERL_FILE_LOGGER_PATH="$OUTPUT_DIR/metrics.jsonl"
+    if ! has_accelerator; then
+        export VERL_PLATFORM=orbit_cpu SGLANG_USE_CPU_ENGINE=1
+    fi
+    exec "$PYTHON" -m verl.trainer.main_ppo \
+        trainer.strategy=orbit \
+        actor_rollout_ref.model.path="$MODEL_PATH" \
+        data.train_files="$TRAIN_FILES" \
+        data.val_files="$VAL_FILES" \
+        trainer.default_local_dir="$OUTPUT_DIR/checkpoints" \
+        hydra.run.dir="$OUTPUT_DIR/hydra" \
+        "$@" "${show[@]}"
+}

@@ -1,0 +1,47 @@
+"""Make the frozen base and the data sets of ``tiny_arithmetic.sh``.
+
+    python -m recipes.tiny_arithmetic.prepare --out DIR [--seed N]
+
+writes ``DIR/model`` (Hugging Face checkpoint and tokeniser), ``DIR/train.parquet`` and ``DIR/val.parquet``; about a
+minute and a half on two cores, nothing when DIR already holds them.
+"""
+
+import argparse
+import dataclasses
+import logging
+from pathlib import Path
+
+from recipes.cache import build_once, source_digest
+from recipes.tiny_arithmetic.data import TaskConfig, split_problems, write_parquet
+from recipes.tiny_arithmetic.pretrain import PretrainConfig, pretrain
+
+
+def prepare(out: Path, task: TaskConfig, base: PretrainConfig) -> None:
+    """Build ``out`` unless it is there already, made with the same settings by the same code."""
+
+    def build(folder: Path) -> None:
+        train, held_out = split_problems(task)
+        write_parquet(train, folder / "train.parquet", split="train")
+        write_parquet(held_out, folder / "val.parquet", split="test")
+        pretrain(base, train, folder / "model")
+
+    settings = {
+        "task": dataclasses.asdict(task),
+        "base": dataclasses.asdict(base),
+        "sources": source_digest(Path(__file__).parent.glob("*.py")),
+    }
+    build_once(out, settings, build)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="Make the base model and the data of the tiny arithmetic recipe.")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the result")
+    parser.add_argument("--seed", type=int, default=0, help="of the base's weights and corpus")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    prepare(arguments.out, TaskConfig(), PretrainConfig(seed=arguments.seed))
+
+
+if __name__ == "__main__":
+    main()
