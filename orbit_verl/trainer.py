@@ -99,7 +99,7 @@ class OrbitTrainer(PPOTrainer):
         return {
             **parity_metrics(tokens.sampled_T[current_T], tokens.trained_T[current_T]),
             **parity_metrics(tokens.sampled_T[~current_T], tokens.trained_T[~current_T], "stale_"),
-            **self._audit(batch, tokens),
+            **(self._audit(batch, tokens) if self.local_trigger_step == 0 else {}),
             "orbit/version/trainer": self.trained_version,
             "orbit/staleness/mean": age_T.mean().item(),
             "orbit/staleness/max": age_T.max().item(),
