@@ -29,6 +29,7 @@ quality: setup
 # Resolves requirements/stack.in afresh; the result is reviewed like any other change.
 lock: setup
 	$(BIN)/uv pip compile requirements/stack.in --override requirements/overrides.txt --upgrade \
+		$(foreach p,llama-cpp-python llm condense-json puremagic sqlite-fts4 sqlite-migrate sqlite-utils,--no-emit-package $p) \
 		--python-version 3.12 --no-annotate --custom-compile-command "make lock" -o requirements/stack.txt
 
 clean:

@@ -54,15 +54,13 @@ class Plugin:
         host: the host package.
         group: the entry-point group that the host reads.
         load: makes the host load its plugins, as in a run.
-        module: where ``hook_report`` is.
-        problem: why a line of that report is not applied, ``None`` when it is.
+        module: where ``hook_report`` is; each of its lines has a ``target`` and a ``problem``, None when applied.
     """
 
     host: str
     group: str
     load: Callable[[], object]
     module: str
-    problem: Callable[[object], str | None]
 
 
 def _load_verl_plugins() -> None:
@@ -74,14 +72,8 @@ def _load_sglang_plugins() -> None:
 
 
 PLUGINS = (
-    Plugin(
-        "verl",
-        "verl.plugins",
-        _load_verl_plugins,
-        "orbit_verl.plugin",
-        lambda hook: None if hook.applied else hook.reason or "the hook is not applied",
-    ),
-    Plugin("sglang", "sglang.srt.plugins", _load_sglang_plugins, "orbit_sglang.hooks", lambda hook: hook.problem),
+    Plugin("verl", "verl.plugins", _load_verl_plugins, "orbit_verl.plugin"),
+    Plugin("sglang", "sglang.srt.plugins", _load_sglang_plugins, "orbit_sglang.hooks"),
 )
 
 
@@ -128,11 +120,10 @@ def plugin_checks(plugin: Plugin) -> list[Check]:
         report = importlib.import_module(plugin.module).hook_report()
     except Exception as error:  # whatever an import of the stack raises is the finding
         return [Check(subject, State.FAILED, f"does not load: {type(error).__name__}: {error}")]
-    problems = [(hook.target, plugin.problem(hook)) for hook in report]
     failed = [
-        Check(subject, State.FAILED, f"{target}: {problem}; {_FIX}")
-        for target, problem in problems
-        if problem is not None
+        Check(subject, State.FAILED, f"{hook.target}: {hook.problem}; {_FIX}")
+        for hook in report
+        if hook.problem is not None
     ]
     if not report:
         return [Check(subject, State.FAILED, "has no hooks")]

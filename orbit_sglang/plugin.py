@@ -1,7 +1,5 @@
 """Entry point of the SGLang plugin (group ``sglang.srt.plugins``)."""
 
-import functools
-
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookType
 
@@ -63,13 +61,19 @@ def hook_table() -> list[hooks.Hook]:
     ]
 
 
-@functools.cache
+_registered = False
+
+
 def register() -> None:
     """Add the flags and hooks to SGLang; harmless when repeated.
 
     SGLang calls it in each of its processes. A caller that builds ``ServerArgs`` itself calls it first: it then loads
     SGLang's plugins, so that the hooks are applied when it returns.
     """
+    global _registered
+    if _registered:
+        return
+    _registered = True  # before load_plugins, which calls this function again
     flags.inject_fields()
     cpu.install()
     hooks.register(hook_table())

@@ -123,6 +123,23 @@ class OrbitConfig:
         _positive("orbit.poll_interval_s", self.poll_interval_s)
 
 
+def check_key(key: str) -> None:
+    """Refuse a dotted key that no field of ``OrbitConfig`` has.
+
+    Raises:
+        ValueError: names the part that is unknown and what is known there.
+    """
+    prefix, schema = "orbit", OrbitConfig
+    for part in key.split(".")[1:]:
+        fields = (
+            {field.name: field.type for field in dataclasses.fields(schema)} if dataclasses.is_dataclass(schema) else {}
+        )
+        if part not in fields:
+            known = f"the keys of {prefix} are {', '.join(sorted(fields))}" if fields else f"{prefix} has no keys"
+            raise ValueError(f"{prefix}.{part}: unknown key; {known}")
+        prefix, schema = f"{prefix}.{part}", fields[part]
+
+
 def _one_of(key: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{key}={value!r}: must be one of {', '.join(allowed)}")

@@ -15,6 +15,7 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 from orbit_verl import platform  # noqa: F401  registers the CPU platform
+from orbit_verl.config import check_key
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +28,14 @@ class OrbitSearchPath(SearchPathPlugin):
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Called by Hydra before it composes a configuration."""
-        if STRATEGY_OVERRIDE in sys.argv:
-            search_path.prepend(provider="orbit", path=CONFIG_DIR)
+        if STRATEGY_OVERRIDE not in sys.argv:
+            return
+        search_path.prepend(provider="orbit", path=CONFIG_DIR)
+        # Hydra would name an unknown key too, but neither the rule nor the keys that exist.
+        for argument in sys.argv[1:]:
+            key = argument.lstrip("+~").partition("=")[0]
+            if key.startswith("orbit."):
+                check_key(key)
 
 
 def _hook_validate_config(module) -> None:
@@ -54,21 +61,20 @@ def _hook_trainers(module) -> None:
 
 @dataclasses.dataclass
 class Hook:
-    """One place where the plugin enters verl."""
+    """One place where the plugin enters verl; ``problem`` is None when it is in place."""
 
     target: str
-    applied: bool = False
-    reason: str | None = None
+    problem: str | None = "its module is not imported yet"
 
     def apply(self, module, install) -> None:
         """Run once the module is imported; verl would hide the error, so it is kept and raised."""
         try:
             install(module)
         except Exception as error:
-            self.reason = f"{type(error).__name__}: {error}"
-            logger.error("orbit: hook on %s failed: %s", self.target, self.reason)
+            self.problem = f"{type(error).__name__}: {error}"
+            logger.error("orbit: hook on %s failed: %s", self.target, self.problem)
             raise
-        self.applied = True
+        self.problem = None
 
 
 _HOOKS = {
@@ -85,7 +91,7 @@ def hook_report() -> list[Hook]:
         try:
             importlib.import_module(name)
         except Exception as error:
-            hook.reason = hook.reason or f"{type(error).__name__}: {error}"
+            hook.problem = f"{type(error).__name__}: {error}"
     return [hook for hook, _ in _HOOKS.values()]
 
 

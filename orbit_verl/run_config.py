@@ -8,6 +8,7 @@ import dataclasses
 import json
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from verl.plugin.platform import get_platform
 from verl.utils.config import omega_conf_to_dataclass
 
 from orbit_kernels.oft import num_blocks
-from orbit_verl.config import OrbitConfig
+from orbit_verl.config import OrbitConfig, check_key
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,8 @@ def read_orbit_config(config: DictConfig) -> OrbitConfig:
     Raises:
         ValueError: an unknown key or a bad value.
     """
-    _refuse_unknown_keys("orbit", config.orbit, OrbitConfig)
+    for key in _keys(config.orbit, "orbit"):
+        check_key(key)
     try:
         return omega_conf_to_dataclass(config.orbit)
     except Exception as error:  # Hydra wraps the ValueError of a dataclass in its own type
@@ -88,15 +90,13 @@ def read_model_config(config: DictConfig) -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
-def _refuse_unknown_keys(prefix: str, node: DictConfig, schema: type) -> None:
-    known = {field.name: field for field in dataclasses.fields(schema)}
+def _keys(node: DictConfig, prefix: str) -> Iterator[str]:
     for key, value in node.items():
         if key == "_target_":
             continue
-        if key not in known:
-            raise ValueError(f"{prefix}.{key}: unknown key; the keys of {prefix} are {', '.join(sorted(known))}")
-        if isinstance(value, DictConfig) and dataclasses.is_dataclass(known[key].type):
-            _refuse_unknown_keys(f"{prefix}.{key}", value, known[key].type)
+        yield f"{prefix}.{key}"
+        if isinstance(value, DictConfig):
+            yield from _keys(value, f"{prefix}.{key}")
 
 
 def _implied_settings(config: DictConfig, orbit: OrbitConfig, checkpoint: dict[str, Any]) -> list[Implied]:

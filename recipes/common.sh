@@ -15,11 +15,6 @@ export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HYDRA_FULL_ERROR=1
 export RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0 RAY_DEDUP_LOGS=0 RAY_prestart_worker_first_driver=0
 export VERL_LOGGING_LEVEL="${VERL_LOGGING_LEVEL:-INFO}"
 
-# has_accelerator: whether torch sees a GPU.
-has_accelerator() {
-    "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
-}
-
 # input VARIABLE DEFAULT: keep the path that the user set, which must exist, or take the default.
 input() {
     if [[ -z "${!1:-}" ]]; then
@@ -48,9 +43,6 @@ run_recipe() {
         mkdir -p "$OUTPUT_DIR"
     fi
     export VERL_FILE_LOGGER_PATH="$OUTPUT_DIR/metrics.jsonl"
-    if ! has_accelerator; then
-        export VERL_PLATFORM=orbit_cpu SGLANG_USE_CPU_ENGINE=1
-    fi
     exec "$PYTHON" -m verl.trainer.main_ppo \
         trainer.strategy=orbit \
         actor_rollout_ref.model.path="$MODEL_PATH" \

