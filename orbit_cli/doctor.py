@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -117,6 +118,12 @@ def plugin_checks(plugin: Plugin) -> list[Check]:
         return [Check(subject, State.FAILED, f"no entry point orbit in {plugin.group}; {_FIX}")]
     try:
         plugin.load()
+        if plugin.module.partition(".")[0] not in sys.modules:
+            return [
+                Check(
+                    subject, State.FAILED, f"{plugin.host} did not load it: is it left out by an environment variable?"
+                )
+            ]
         report = importlib.import_module(plugin.module).hook_report()
     except Exception as error:  # whatever an import of the stack raises is the finding
         return [Check(subject, State.FAILED, f"does not load: {type(error).__name__}: {error}")]

@@ -49,6 +49,10 @@ class SlotMetrics:
         """Whether the gauges are older than ``REFRESH_S`` seconds."""
         return time.monotonic() >= self._next_refresh
 
+    def expire(self) -> None:
+        """Let the next ``refresh`` come with the scheduler's next iteration."""
+        self._next_refresh = 0.0
+
     def refresh(self, active_version: int, requests: Mapping[int, int]) -> None:
         """Set the gauges; a version without requests reads 0."""
         self._next_refresh = time.monotonic() + REFRESH_S
@@ -56,3 +60,4 @@ class SlotMetrics:
         self._labels.update(requests)
         for version in self._labels:
             self._requests.labels(version).set(requests.get(version, 0))
+        self._labels.intersection_update(requests)  # a version that has gone reads 0 and is not touched again

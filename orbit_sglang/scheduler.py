@@ -100,8 +100,8 @@ class SlotScheduler:
         now = time.perf_counter()
         if self._busy_since is not None:
             self._busy_s += now - self._busy_since
-        idle = self._scheduler.running_batch.is_empty() and not self._scheduler.waiting_queue
-        self._busy_since = None if idle else now
+        busy = self._scheduler.waiting_queue or self._started_requests()
+        self._busy_since = now if busy else None
 
     @property
     def is_staging(self) -> bool:
@@ -211,7 +211,7 @@ class SlotScheduler:
         pause_s = time.perf_counter() - start
         self._last_pause_ms = pause_s * 1e3
         self._metrics.pause_seconds.observe(pause_s)
-        self._metrics.refresh(self._versions.active_version, in_use)
+        self._metrics.expire()
         return {
             "active_version": self._versions.active_version,
             "pause_ms": self._last_pause_ms,

@@ -32,6 +32,10 @@ def after_from_schedule_batch(result: SamplingBatchInfo, cls: type, batch: Sched
 
 def install_on_cpu() -> None:
     """Replace the seeded sampler that needs Triton (``layers/sampler.py:565`` of SGLang 0.5.12)."""
+    if not hasattr(sampler, "multinomial_with_seed"):
+        raise RuntimeError(
+            "SGLang has no sampler.multinomial_with_seed to replace; install the pinned SGLang (make setup)"
+        )
     sampler.multinomial_with_seed = multinomial_with_seed
 
 

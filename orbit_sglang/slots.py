@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from sglang.srt.layers.linear import LinearBase
 
-from orbit_kernels import oft
+from orbit_kernels import oft, wire
 from orbit_kernels.adapter import tensor_name
 from orbit_kernels.wire import Adapter, AdapterError
 from orbit_sglang.config import SlotsConfig
@@ -23,7 +23,7 @@ from orbit_sglang.versions import BASE_SLOT, SLOTS
 
 logger = logging.getLogger(__name__)
 
-FUSED_PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+FUSED_PARTS = dict(zip(("qkv_proj", "gate_up_proj"), wire.FUSED_PARTS, strict=True))
 PLAIN_LINEARS = ("o_proj", "down_proj")
 
 

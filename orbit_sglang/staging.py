@@ -62,7 +62,7 @@ class StageJob:
             )
         except AdapterError as error:
             self.failure = StageFailure("the adapter was refused", error.problems)
-        except (OSError, RuntimeError) as error:
+        except Exception as error:  # whatever it is, the scheduler must answer and serve on
             logger.exception("Staging version %d failed", self.request.version)
-            self.failure = StageFailure(f"staging failed: {error}")
+            self.failure = StageFailure(f"staging failed: {type(error).__name__}: {error}")
         self.seconds = time.perf_counter() - start

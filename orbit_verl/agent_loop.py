@@ -7,9 +7,9 @@ import ray
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
 
-def sample_seed(run_seed: int, step: int, prompt_index: int, session: int) -> int:
+def sample_seed(run_seed: int, step: int, prompt: Any, session: int) -> int:
     """A seed below 2**31 for one sample: the same in every run that submits the same prompt at the same step."""
-    digest = hashlib.sha256(f"{run_seed}/{step}/{prompt_index}/{session}".encode()).digest()
+    digest = hashlib.sha256(f"{run_seed}/{step}/{prompt}/{session}".encode()).digest()
     return int.from_bytes(digest[:4], "little") >> 1
 
 
@@ -19,7 +19,7 @@ class OrbitAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     async def _run_agent_loop(
         self, sampling_params: dict[str, Any], trajectory: dict[str, Any], *, session_id: int, **prompt
     ):
-        seed = sample_seed(self.config.orbit.seed, trajectory["step"], int(trajectory["sample_index"]), session_id)
+        seed = sample_seed(self.config.orbit.seed, trajectory["step"], list(prompt["raw_prompt"]), session_id)
         seeded = {**sampling_params, "sampling_seed": seed}
         return await super()._run_agent_loop(seeded, trajectory, session_id=session_id, **prompt)
 

@@ -78,9 +78,9 @@ class ParitySettings:
     """``orbit.parity``: the gate on |log-prob sampled with - log-prob trained on|, tokens of the trained version only."""
 
     max_mean: float | None = 2e-2
-    """Largest mean over a step's tokens, in nats; null switches the bound off."""
+    """Largest mean over a mini-batch's tokens, in nats; null switches the bound off."""
     max_p99: float | None = 2e-1
-    """Largest 99th percentile over a step's tokens, in nats; null switches the bound off."""
+    """Largest 99th percentile over a mini-batch's tokens, in nats; null switches the bound off."""
     on_violation: Literal["stop", "warn"] = "stop"
     """What happens when a bound is passed."""
     audit_samples: int = 8

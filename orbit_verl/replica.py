@@ -12,7 +12,7 @@ VERSIONS_KEY = "orbit_versions"
 
 
 class RejectedSample(RuntimeError):
-    """A reply that must not be trained on; verl drops the prompt's group and asks for another."""
+    """A reply that must not be trained on: verl counts its session as failed, and replaces a group of which none is left."""
 
 
 class OrbitHttpServer(SGLangHttpServer):
@@ -20,7 +20,7 @@ class OrbitHttpServer(SGLangHttpServer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self._replies: dict[str, dict[str, Any]] = {}
+        self._replies: dict[str, dict[str, Any] | None] = {}
 
     async def launch_server(self, master_address: str | None = None, master_port: int | None = None):
         """Start the server; SGLang's plugins first, since verl builds ServerArgs before SGLang would load them."""
@@ -36,7 +36,8 @@ class OrbitHttpServer(SGLangHttpServer):
 
         async def generate_request(request, *args, **kwargs):
             async for reply in upstream(request, *args, **kwargs):
-                self._replies[request.rid] = reply
+                if isinstance(request.rid, str) and request.rid in self._replies:
+                    self._replies[request.rid] = reply
                 yield reply
 
         self.tokenizer_manager.generate_request = generate_request
@@ -48,10 +49,11 @@ class OrbitHttpServer(SGLangHttpServer):
             RejectedSample: aborted, or tokens and log-probs do not match one to one.
         """
         expects_log_probs = sampling_params.get("logprobs", False)
+        self._replies[request_id] = None
         try:
             output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
         finally:
-            reply = self._replies.pop(request_id, None)
+            reply = self._replies.pop(request_id)
         check_reply(reply, expects_log_probs)
         spans = reply["meta_info"][VERSIONS_KEY]
         versions = [version for version, _, _ in spans] or [self.global_steps + 1]
@@ -88,7 +90,7 @@ def check_reply(reply: dict[str, Any] | None, expects_log_probs: bool) -> None:
             f"the server aborted the request: {meta_info['finish_reason'].get('message', 'no reason given')}"
         )
     num_tokens, num_log_probs = len(reply["output_ids"]), len(meta_info.get("output_token_logprobs") or [])
-    if expects_log_probs and num_log_probs != num_tokens:
+    if expects_log_probs and num_tokens and num_log_probs != num_tokens:
         raise RejectedSample(f"{num_tokens} tokens with {num_log_probs} log-probs: they cannot be paired")
 
 

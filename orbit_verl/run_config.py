@@ -30,12 +30,16 @@ LOOPBACK = "127.0.0.2"  # Ray 2.60 replaces 127.0.0.1 by the machine's outward a
 
 @dataclasses.dataclass(frozen=True)
 class Implied:
-    """A setting that follows from the strategy: verl's default for it, and the only value that works."""
+    """A setting that follows from the strategy: verl's default for it, and the value that works.
+
+    Any other value is refused where the setting is ``required``, and kept where it is only a better default.
+    """
 
     key: str
     default: Any
     value: Any
     reason: str
+    required: bool = True
 
 
 def is_orbit(config: DictConfig) -> bool:
@@ -100,7 +104,7 @@ def _keys(node: DictConfig, prefix: str) -> Iterator[str]:
 
 
 def _implied_settings(config: DictConfig, orbit: OrbitConfig, checkpoint: dict[str, Any]) -> list[Implied]:
-    dtype = checkpoint.get("dtype") or checkpoint.get("torch_dtype") or "bfloat16"
+    dtype = _checkpoint_dtype(config, checkpoint)
     adapter = orbit.adapter
     implied = [
         Implied(f"{ROLLOUT}.name", None, "sglang", "adapter slots exist in SGLang servers"),
@@ -109,6 +113,7 @@ def _implied_settings(config: DictConfig, orbit: OrbitConfig, checkpoint: dict[s
         Implied(f"{ROLLOUT}.checkpoint_engine.custom_backend_module", None, "orbit_verl.sync", "registers the backend"),
         Implied(f"{ROLLOUT}.load_format", "dummy", "auto", "the base comes from the checkpoint and is never sent"),
         Implied(f"{ROLLOUT}.dtype", "bfloat16", dtype, "trainer and server hold the checkpoint's bits"),
+        Implied(f"{ROLLOUT}.tensor_model_parallel_size", 2, 1, "servers with slots have one rank so far"),
         Implied(f"{ROLLOUT}.calculate_log_probs", True, True, "parity compares them with the trainer's"),
         Implied(f"{SGLANG}.enable_orbit_slots", None, True, "the server side of the strategy"),
         Implied(f"{SGLANG}.orbit_adapter", None, adapter.type, "orbit.adapter.type"),
@@ -141,6 +146,22 @@ def _implied_settings(config: DictConfig, orbit: OrbitConfig, checkpoint: dict[s
     return implied
 
 
+def _checkpoint_dtype(config: DictConfig, checkpoint: dict[str, Any]) -> str:
+    """The base's dtype, which trainer and server must both read from the checkpoint."""
+    dtype = checkpoint.get("dtype") or checkpoint.get("torch_dtype")
+    if dtype is None:
+        raise ValueError(
+            "the checkpoint's config.json has no dtype, so trainer and server could differ; add its dtype there"
+        )
+    widened = OmegaConf.select(config, "actor_rollout_ref.actor.megatron.override_transformer_config.params_dtype")
+    if widened not in (None, dtype):
+        raise ValueError(
+            f"override_transformer_config.params_dtype={widened}: the server holds {dtype}; leave it out, or convert the "
+            "checkpoint"
+        )
+    return dtype
+
+
 def _implied_on_cpu(config: DictConfig) -> list[Implied]:
     rollout = config.actor_rollout_ref.rollout
     workers = config.trainer.n_gpus_per_node * config.trainer.nnodes + rollout.n_gpus_per_node * rollout.nnodes
@@ -149,16 +170,17 @@ def _implied_on_cpu(config: DictConfig) -> list[Implied]:
         Implied("trainer.device", "cuda", "cpu", reason),
         Implied(f"{ROLLOUT}.free_cache_engine", True, False, reason),
         Implied(f"{ROLLOUT}.enforce_eager", False, True, reason),
-        Implied(f"{ROLLOUT}.tensor_model_parallel_size", 2, 1, reason),
         Implied(f"{SGLANG}.device", None, "cpu", reason),
-        Implied(f"{SGLANG}.attention_backend", None, "torch_native", reason),
+        Implied(f"{SGLANG}.attention_backend", None, "torch_native", reason, required=False),
         Implied(f"{SGLANG}.enable_memory_saver", None, False, reason),
-        Implied(f"{SGLANG}.sleep_on_idle", None, True, "an idle server would keep one of few cores busy"),
+        Implied(f"{SGLANG}.sleep_on_idle", None, True, "an idle server would keep a core busy", required=False),
         Implied("actor_rollout_ref.actor.use_torch_compile", True, False, reason),
-        Implied("ray_kwargs.ray_init.num_gpus", None, workers, "verl counts workers in Ray's logical GPUs"),
-        Implied("ray_kwargs.ray_init.num_cpus", None, 4 * workers + 8, "Ray's CPUs are logical: one an actor"),
-        Implied("ray_kwargs.ray_init._node_ip_address", None, LOOPBACK, "one machine: nothing beyond loopback"),
-        Implied("ray_kwargs.ray_init.include_dashboard", None, False, "one machine"),
+        Implied(
+            "ray_kwargs.ray_init.num_gpus", None, workers, "verl counts workers in Ray's logical GPUs", required=False
+        ),
+        Implied("ray_kwargs.ray_init.num_cpus", None, 4 * workers + 8, "Ray's CPUs are logical", required=False),
+        Implied("ray_kwargs.ray_init._node_ip_address", None, LOOPBACK, "nothing beyond loopback", required=False),
+        Implied("ray_kwargs.ray_init.include_dashboard", None, False, "one machine", required=False),
     ]
 
 
@@ -167,6 +189,8 @@ def _fill_in(config: DictConfig, implied: Implied) -> None:
     if current == implied.value:
         return
     if current != implied.default:
+        if not implied.required:
+            return
         raise ValueError(
             f"{implied.key}={current!r}: trainer.strategy=orbit needs {implied.value!r} ({implied.reason}); "
             "leave the key out"
@@ -199,6 +223,11 @@ def _check_run(config: DictConfig) -> None:
             "algorithm.adv_estimator=gae needs a critic, which trainer.strategy=orbit does not train; "
             "use grpo or another estimator without a value model"
         )
+    for key in ("api_key", "admin_api_key"):
+        if OmegaConf.select(config, f"{SGLANG}.{key}"):
+            raise ValueError(
+                f"{SGLANG}.{key}: the trainer sends no key yet; servers of a run listen on the node's own address"
+            )
     model = config.actor_rollout_ref.model
     if model.get("lora_rank", 0) > 0 or model.get("lora", {}).get("rank", 0) > 0 or model.get("lora_adapter_path"):
         raise ValueError(
@@ -220,7 +249,7 @@ def _check_widths(orbit: OrbitConfig, checkpoint: dict[str, Any]) -> None:
 def _check_tokenizer(config: DictConfig, checkpoint: dict[str, Any]) -> None:
     """Refuse a tokeniser that is missing, belongs to another model, or cannot render a conversation."""
     model = config.actor_rollout_ref.model
-    path = model.get("tokenizer_path") or model.path
+    path = os.path.expanduser(str(model.get("tokenizer_path") or model.path))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.get("trust_remote_code", False))
     except (OSError, ValueError) as error:

@@ -11,14 +11,18 @@ import httpx
 logger = logging.getLogger(__name__)
 
 RETRY_PAUSE_S = 0.25
+MAX_RETRY_PAUSE_S = 2.0
 
 
 class SlotError(RuntimeError):
     """A server refused a version or did not answer in time; holds the server's own text."""
 
 
-@dataclasses.dataclass
-class Refusal(Exception):
+WAITS_FOR_THE_SLOT = ("slot_in_use", "staging_in_progress")
+
+
+@dataclasses.dataclass(eq=False)
+class Unsuccessful(Exception):
     """One answer of a server that is not a success."""
 
     status: int
@@ -28,7 +32,7 @@ class Refusal(Exception):
     @property
     def may_pass(self) -> bool:
         """Whether the same request can succeed later: the slot drains, a stage ends, a restart is over."""
-        return self.status in (409, 503) or self.status >= 500
+        return self.code in WAITS_FOR_THE_SLOT or self.status >= 500
 
     def __str__(self) -> str:
         return f"HTTP {self.status} {self.code}: {self.message}"
@@ -49,17 +53,13 @@ class SlotClient:
         self._timeout_s = timeout_s
         self._attempts = attempts
 
-    async def status(self) -> dict[str, Any]:
-        """The server's ``/orbit/status``."""
-        return await self._call("GET", "/orbit/status")
-
     async def stage(self, version: int, payload: bytes, digest: str) -> dict[str, Any]:
         """Put a version into the inactive slot and check that what arrived is what was sent.
 
         Raises:
             SlotError: refused, unreachable until the deadline, or the digests differ.
         """
-        answer = await self._call("POST", "/orbit/stage", version, params={"version": version}, content=payload)
+        answer = await self._call("/orbit/stage", version, params={"version": version}, content=payload)
         if answer.get("digest") != digest:
             raise SlotError(
                 f"the SGLang server at {self.address}: version {version} arrived with digest {answer.get('digest')}, sent with {digest}"
@@ -72,37 +72,35 @@ class SlotClient:
         Raises:
             SlotError: refused, or unreachable until the deadline.
         """
-        return await self._call("POST", "/orbit/activate", version, json={"version": version, "inflight": inflight})
+        return await self._call("/orbit/activate", version, json={"version": version, "inflight": inflight})
 
-    async def _call(self, method: str, path: str, version: int | None = None, **request) -> dict[str, Any]:
-        deadline = time.monotonic() + self._timeout_s
-        failures = 0
+    async def _call(self, path: str, version: int, **request) -> dict[str, Any]:
+        deadline, pause_s = time.monotonic() + self._timeout_s, RETRY_PAUSE_S
+        failures, final = 0, False
         async with httpx.AsyncClient(base_url=f"http://{self.address}", trust_env=False) as http:
             while True:
                 try:
-                    return await self._once(http, deadline, method, path, **request)
-                except Refusal as refusal:
+                    return await self._once(http, deadline, path, **request)
+                except Unsuccessful as refusal:
                     problem = refusal
                     failures += refusal.status >= 500
-                    if not refusal.may_pass:
-                        break
+                    final = not refusal.may_pass
                 except httpx.TransportError as error:
                     problem = f"no answer: {type(error).__name__} {error}".strip()
                     failures += 1
-                if version is not None and failures and (answer := await self._already_done(http, path, version)):
+                if failures and (answer := await self._already_done(http, path, version)):
                     return answer
-                if failures >= self._attempts or time.monotonic() + RETRY_PAUSE_S >= deadline:
+                if final or failures >= self._attempts or time.monotonic() + pause_s >= deadline:
                     break
-                await asyncio.sleep(RETRY_PAUSE_S)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MAX_RETRY_PAUSE_S)
         raise SlotError(f"the SGLang server at {self.address} did not do {path}: {problem}")
 
-    async def _once(
-        self, http: httpx.AsyncClient, deadline: float, method: str, path: str, **request
-    ) -> dict[str, Any]:
+    async def _once(self, http: httpx.AsyncClient, deadline: float, path: str, **request) -> dict[str, Any]:
         left_s = max(0.05, deadline - time.monotonic())
         # httpx limits each read, not the whole exchange: a server that trickles bytes must not outlive the deadline.
         try:
-            response = await asyncio.wait_for(http.request(method, path, timeout=left_s, **request), left_s)
+            response = await asyncio.wait_for(http.post(path, timeout=left_s, **request), left_s)
         except TimeoutError:
             raise httpx.ReadTimeout(f"nothing within {left_s:.1f} s") from None
         if response.is_success:
@@ -124,10 +122,10 @@ class SlotClient:
         return {**status, "pause_ms": status["last_activate_pause_ms"]}
 
 
-def _refusal(response: httpx.Response) -> Refusal:
+def _refusal(response: httpx.Response) -> Unsuccessful:
     try:
         error = response.json()["error"]
         detail = f" {error['detail']}" if error.get("detail") else ""
-        return Refusal(response.status_code, str(error.get("code")), f"{error.get('message')}{detail}")
+        return Unsuccessful(response.status_code, str(error.get("code")), f"{error.get('message')}{detail}")
     except (ValueError, KeyError, TypeError):
-        return Refusal(response.status_code, "unknown", response.text[:500])
+        return Unsuccessful(response.status_code, "unknown", response.text[:500])

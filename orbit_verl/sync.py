@@ -66,7 +66,7 @@ class OrbitCheckpointEngine(CheckpointEngine):
             "orbit/sync/bytes": len(payload),
             "orbit/sync/export_s": encoded - started,
             "orbit/sync/stage_s": staged - encoded,
-            "orbit/version/served": min((served_version(answer) for answer in answers), default=version),
+            "orbit/version/served": min((answer["active_version"] for answer in answers), default=version),
             **_activation_metrics(answers),
             **self._utilization(answers),
         }
@@ -162,11 +162,6 @@ class FrozenBaseRollout(BaseRollout):
 
 # verl names the class by a dotted path and imports it in each worker; the stock one would import SGLang in the trainer.
 _ROLLOUT_REGISTRY["sglang", "async"] = f"{__name__}.{FrozenBaseRollout.__name__}"
-
-
-def served_version(answer: dict[str, Any]) -> int:
-    """The active version in a server's answer."""
-    return answer["active_version"]
 
 
 def _activation_metrics(answers: list[dict[str, Any]]) -> dict[str, float]:

@@ -19,11 +19,13 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from orbit_verl.parity import ParityError, parity_metrics, violations
 from orbit_verl.run_config import is_orbit, read_orbit_config
-from orbit_verl.samples import SampledTokens
+from orbit_verl.samples import UNKNOWN_VERSION, SampledTokens
 from orbit_verl.sync import OrbitCheckpointManager, version_of
 from orbit_verl.worker import OrbitActorWorker
 
 logger = logging.getLogger(__name__)
+
+MAX_BATCHES_WITHOUT_UPDATE = 16
 
 
 class OrbitTrainer(PPOTrainer):
@@ -36,6 +38,8 @@ class OrbitTrainer(PPOTrainer):
         RolloutReplicaRegistry.register("sglang", _load_replica)
         self.orbit = read_orbit_config(config)
         self._submission_order: dict[str, int] = {}
+        self._submissions = itertools.count()
+        self._prompts_since_update = 0
         super().__init__(config)
         self.replay_buffer.poll_interval = self.orbit.poll_interval_s
 
@@ -73,13 +77,17 @@ class OrbitTrainer(PPOTrainer):
         logger.info("orbit: base unchanged (%s); adapter in %s", before[0], folder)
 
     def _submit_batch_to_rollout(self, batch) -> int:
+        self._check_servers()
+        self._refuse_endless_refills(len(batch["uid"]))
         for uid in batch["uid"]:
-            self._submission_order[uid] = len(self._submission_order)
+            self._submission_order[uid] = next(self._submissions)
         return super()._submit_batch_to_rollout(batch)
 
     def _balance_batch(self, batch: KVBatchMeta, metrics, *args, **kwargs) -> KVBatchMeta:
         """Rows in the order of submission, not of completion: sums over the batch can then be repeated bit for bit."""
         batch.reorder(sorted(range(len(batch.keys)), key=lambda row: self._row_order(batch.keys[row])))
+        for key in batch.keys:
+            self._submission_order.pop(key.rsplit("_", 2)[0], None)
         return super()._balance_batch(batch, metrics, *args, **kwargs)
 
     def _row_order(self, key: str) -> tuple[int, int, int]:
@@ -87,6 +95,7 @@ class OrbitTrainer(PPOTrainer):
         return self._submission_order.get(uid, -1), int(session), int(index)
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        self._prompts_since_update = 0
         batch = super()._compute_old_log_prob(batch, metrics)
         metrics.update(self._measure_parity(batch))
         self._gate(metrics)
@@ -95,12 +104,11 @@ class OrbitTrainer(PPOTrainer):
     def _measure_parity(self, batch: KVBatchMeta) -> dict[str, float]:
         tokens = SampledTokens.read(batch)
         current_T = tokens.versions_T == self.trained_version
-        age_T = (self.trained_version - tokens.versions_T).double()
+        age_T = (self.trained_version - tokens.versions_T[tokens.versions_T != UNKNOWN_VERSION]).double()
         return {
             **parity_metrics(tokens.sampled_T[current_T], tokens.trained_T[current_T]),
             **parity_metrics(tokens.sampled_T[~current_T], tokens.trained_T[~current_T], "stale_"),
             **(self._audit(batch, tokens) if self.local_trigger_step == 0 else {}),
-            "orbit/version/trainer": self.trained_version,
             "orbit/staleness/mean": age_T.mean().item(),
             "orbit/staleness/max": age_T.max().item(),
         }
@@ -155,14 +163,20 @@ class OrbitTrainer(PPOTrainer):
         metrics = super()._consume_sync_metrics()
         served = metrics.get("orbit/version/served")
         if served is not None:
+            metrics["orbit/version/trainer"] = version_of(self.global_steps)
             metrics["orbit/version/lag"] = version_of(self.global_steps) - served
         metrics["orbit/trainer_wait_s"] = self.timing_raw.get("gen", 0.0)
         return metrics
 
-    def _add_prompts_to_generate(self, num_prompts: int) -> int:
-        """Called for every batch and for every group that failed: a dead server must end the run, not refill for ever."""
-        self._check_servers()
-        return super()._add_prompts_to_generate(num_prompts)
+    def _refuse_endless_refills(self, num_prompts: int) -> None:
+        """verl replaces every group that fails: a fault that fails all of them must end the run."""
+        self._prompts_since_update += num_prompts
+        limit = MAX_BATCHES_WITHOUT_UPDATE * self.config.data.train_batch_size
+        if self._prompts_since_update > limit:
+            raise RuntimeError(
+                f"step {self.global_steps}: {self._prompts_since_update} prompts were submitted and not one batch of "
+                "samples came of them; the first error of an agent loop, reward or server in the log says why"
+            )
 
     def _check_servers(self) -> None:
         for manager in self._rollout_server_managers():
@@ -190,8 +204,12 @@ class OrbitTrainerSeparateAsync(OrbitTrainer, PPOTrainerSeparateAsync):
     def _setup(self):
         # verl logs with print's flush= when there are no hybrid replicas (trainer_separate_async.py:180): a TypeError.
         upstream_logger = logging.getLogger(PPOTrainerSeparateAsync.__module__)
+        level = upstream_logger.level
         upstream_logger.setLevel(logging.WARNING)
-        super()._setup()
+        try:
+            super()._setup()
+        finally:
+            upstream_logger.setLevel(level)
         self.standalone_checkpoint_manager = OrbitCheckpointManager(
             self.standalone_checkpoint_manager, self.orbit.slots
         )

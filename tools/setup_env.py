@@ -59,14 +59,14 @@ def setup(root: Path) -> None:
     uv = venv / "bin" / "uv"
     installer = root / "requirements" / "installer.txt"
     step("installing uv", [python, "-m", "pip", "install", "--quiet", "-r", installer], root)
-    uv_install = [uv, "pip", "install", "--python", python, "--no-deps"]
+    uv_install = [uv, "pip", "install", "--quiet", "--python", python, "--no-deps"]
     step("installing the pinned stack", [*uv_install, "-r", root / "requirements" / "stack.txt"], root)
     step("installing Orbit", [*uv_install, "--no-build-isolation", "--editable", root], root)
     step("patching", [python, root / "patches" / "apply.py"], root)
     # Neither uv nor an environment with PYTHONDONTWRITEBYTECODE compiles, and every later start would pay for it.
     # Packages ship templates and files for other Pythons that do not compile, so the exit status says nothing.
     say("byte-compiling site-packages")
-    subprocess.run([python, "-m", "compileall", "-qq", "-j2", venv / "lib"], check=False)
+    subprocess.run([python, "-W", "ignore", "-m", "compileall", "-qq", "-j2", venv / "lib"], check=False)
     stamp.write_text(digest)
     say(f"done in {time.monotonic() - start:.0f} s")
 

@@ -16,6 +16,9 @@ OFT_SUFFIX = ".oft_R.weight"
 LINEAR_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linears of a dense decoder layer, by their Hugging Face leaf names."""
 
+MAX_CAYLEY_NEUMANN_TERMS = 64
+"""More terms than any adapter needs: bounds the work that a payload can ask for."""
+
 # peft options that change the mathematics in ways the two slots do not implement, with the only accepted value.
 _REQUIRED_PEFT_VALUES: dict[str, Any] = {
     "bias": "none",
@@ -53,15 +56,22 @@ class AdapterConfig:
             raise ValueError(f"adapter type {self.type!r}: only 'oft' is implemented; set type='oft'")
         if not _is_int(self.block_size) or self.block_size < 2:
             raise ValueError(f"block_size {self.block_size!r}: must be an integer of at least 2, e.g. 32")
-        if self.cayley_neumann_terms is not None and (
-            not _is_int(self.cayley_neumann_terms) or self.cayley_neumann_terms < 2
-        ):
+        terms = self.cayley_neumann_terms
+        if terms is not None and (not _is_int(terms) or not 2 <= terms <= MAX_CAYLEY_NEUMANN_TERMS):
             raise ValueError(
-                f"cayley_neumann_terms {self.cayley_neumann_terms!r}: must be an integer of at least 2 "
+                f"cayley_neumann_terms {terms!r}: must be an integer from 2 to {MAX_CAYLEY_NEUMANN_TERMS} "
                 "(5 is peft's default), or None for the exact Cayley transform"
             )
-        if not self.target_modules:
-            raise ValueError(f"target_modules is empty: name at least one of {', '.join(LINEAR_TARGETS)}")
+        if not self.target_modules or not all(isinstance(target, str) for target in self.target_modules):
+            raise ValueError(
+                f"target_modules {self.target_modules!r}: must name at least one of {', '.join(LINEAR_TARGETS)}"
+            )
+        if self.layers is not None and not all(_is_int(layer) for layer in self.layers):
+            raise ValueError(f"layers {self.layers!r}: must be decoder layers' numbers")
+        # peft writes both from sets, in any order: equal adapters must compare, and hash, as equal.
+        object.__setattr__(self, "target_modules", tuple(sorted(set(self.target_modules))))
+        if self.layers is not None:
+            object.__setattr__(self, "layers", tuple(sorted(set(self.layers))))
 
     def targets(self, module: str) -> bool:
         """Whether the linear with this Hugging Face module name carries the adapter."""
@@ -116,7 +126,13 @@ class AdapterConfig:
         if isinstance(targets, str) or not isinstance(targets, Iterable):
             raise ValueError(f"target_modules {targets!r}: must be a list of module names, not a pattern")
         layers = peft.get("layers_to_transform")
-        terms = peft.get("num_cayley_neumann_terms", 5) if peft.get("use_cayley_neumann", True) else None
+        if layers is not None and not _is_int(layers) and not isinstance(layers, list):
+            raise ValueError(f"layers_to_transform {layers!r}: must be a list of layer numbers")
+        terms = None
+        if peft.get("use_cayley_neumann", True):
+            terms = peft.get("num_cayley_neumann_terms", 5)
+            if terms is None:
+                raise ValueError("num_cayley_neumann_terms None: must be a number when use_cayley_neumann is true")
         return cls(
             block_size=peft.get("oft_block_size", 32),
             cayley_neumann_terms=terms,

@@ -142,17 +142,6 @@ class Adapter:
         return []
 
 
-def version_spans(versions: Iterable[int]) -> list[list[int]]:
-    """Run-length form ``[[version, first_token, count], ...]`` of one version per token."""
-    spans: list[list[int]] = []
-    for index, version in enumerate(versions):
-        if spans and spans[-1][0] == version:
-            spans[-1][2] += 1
-        else:
-            spans.append([version, index, 1])
-    return spans
-
-
 def error_body(code: str, message: str, detail: Any = None) -> dict[str, Any]:
     """The JSON body of every refusal: ``{"error": {"code", "message", "detail"}}``."""
     return {"error": {"code": code, "message": message, "detail": detail}}

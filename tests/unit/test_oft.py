@@ -118,3 +118,15 @@ def test_orthogonality_error_of_the_series_grows_with_q(norm, expected):
     error = oft.orthogonality_error(oft.rotation(values, BLOCK, 5)).item()
     assert expected / 2 < error < expected * 2
     assert oft.orthogonality_error(oft.rotation(values, BLOCK, None)).item() < 1e-12
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
+def test_rotation_on_cuda_is_the_one_on_cpu(dtype, tolerance):
+    """Against fp64 on the CPU; BF16 rounds inputs, blocks and outputs to 8 bits."""
+    generator = torch.Generator().manual_seed(0)
+    entries = torch.randn(8, oft.num_entries(32), generator=generator) * 0.02
+    x = torch.randn(64, 256, generator=generator)
+    expected = oft.rotate(x.double(), oft.rotation(entries.double(), 32, 5))
+    got = oft.rotate(x.cuda().to(dtype), oft.rotation(entries.cuda(), 32, 5)).cpu().double()
+    assert (got - expected).abs().max() < tolerance * expected.abs().max()

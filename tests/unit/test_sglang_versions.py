@@ -1,6 +1,7 @@
+import itertools
+
 import pytest
 
-from orbit_kernels.wire import version_spans
 from orbit_sglang.versions import BASE_SLOT, Conflict, SlotVersions, StagedAdapter, extend_spans
 
 
@@ -21,7 +22,10 @@ def test_spans_grow_chunk_by_chunk(chunks):
     spans: list[list[int]] = []
     for chunk in chunks:
         extend_spans(spans, chunk)
-    assert spans == version_spans(version for chunk in chunks for version in chunk)
+    flat = [version for chunk in chunks for version in chunk]
+    assert [version for version, _, count in spans for _ in range(count)] == flat
+    assert [first for _, first, _ in spans] == [0, *itertools.accumulate(count for _, _, count in spans)][:-1]
+    assert all(left[0] != right[0] for left, right in itertools.pairwise(spans))
 
 
 def test_starts_on_the_base_with_two_empty_slots():

@@ -8,7 +8,7 @@ import torch
 
 from orbit_kernels.adapter import AdapterConfig, tensor_name
 from orbit_kernels.oft import num_entries
-from orbit_kernels.wire import METADATA_KEY, SHARED_KEY, Adapter, AdapterError, version_spans
+from orbit_kernels.wire import METADATA_KEY, SHARED_KEY, Adapter, AdapterError
 
 BLOCK = 16
 PARTS = {"self_attn.q_proj": 64, "self_attn.k_proj": 64, "self_attn.v_proj": 64, "self_attn.o_proj": 64}
@@ -108,6 +108,13 @@ def test_every_problem_is_listed():
         assert name in text
 
 
+def test_peft_writes_targets_in_any_order():
+    one, other = (
+        AdapterConfig(block_size=BLOCK, target_modules=t) for t in (("q_proj", "k_proj"), ("k_proj", "q_proj"))
+    )
+    assert one == other and Adapter({}, one).digest() == Adapter({}, other).digest()
+
+
 def test_no_match_is_refused():
     with pytest.raises(AdapterError, match="match no linear"):
         Adapter({}, AdapterConfig(block_size=BLOCK, target_modules=("c_attn",))).check(WIDTHS)
@@ -130,6 +137,11 @@ def test_truncated_body_is_refused():
         ("peft_type", "LORA"),
         ("peft_version", "0.17.1"),
         ("peft_version", None),
+        ("num_cayley_neumann_terms", 10**9),
+        ("num_cayley_neumann_terms", None),
+        ("layers_to_transform", 1.5),
+        ("layers_to_transform", ["0"]),
+        ("target_modules", ["q_proj", 7]),
         ("coft", True),
         ("block_share", True),
         ("bias", "all"),
@@ -143,8 +155,3 @@ def test_configurations_that_change_the_mathematics_are_refused(key, value):
     metadata = {METADATA_KEY: json.dumps(peft)}
     with pytest.raises(AdapterError):
         Adapter.decode(safetensors.torch.save(dict(make_adapter().tensors), metadata=metadata))
-
-
-def test_spans():
-    assert version_spans([7, 7, 8, 8, 8, 7]) == [[7, 0, 2], [8, 2, 3], [7, 5, 1]]
-    assert version_spans([]) == []

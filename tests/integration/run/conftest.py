@@ -69,11 +69,11 @@ def models(tmp_path_factory) -> Callable[[torch.dtype], Path]:
         torch.manual_seed(0)
         config = Qwen3Config(
             vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=128,
+            hidden_size=128,
+            intermediate_size=384,
             num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
             head_dim=32,
             max_position_embeddings=64,
             initializer_range=0.2,

@@ -32,8 +32,7 @@ def adapter_file(run, step=None):
 
 
 def test_parity_at_every_step(six_steps):
-    for number, step in enumerate(six_steps.steps, start=1):
-        assert step["orbit/version/trainer"] == number
+    for step in six_steps.steps:
         assert step["orbit/parity/num_tokens"] > 0
         assert "orbit/parity/stale_num_tokens" not in step
         assert step["orbit/parity/logprob_abs_diff_mean"] <= 1e-5
@@ -42,14 +41,14 @@ def test_parity_at_every_step(six_steps):
 
 def test_every_version_is_served(six_steps):
     for number, step in enumerate(six_steps.steps, start=1):
-        assert step["orbit/version/served"] == number + 1
+        assert step["orbit/version/trainer"] == step["orbit/version/served"] == number + 1
         assert step["orbit/version/lag"] == 0
         assert step["orbit/sync/activate_pause_ms"] < 5
 
 
 def test_only_the_adapter_travels(six_steps):
     for step in six_steps.steps:
-        assert step["orbit/sync/bytes"] <= 1.05 * step["orbit/memory/adapter_bytes"] + 1024
+        assert step["orbit/sync/bytes"] <= 1.05 * step["orbit/memory/adapter_bytes"]
         assert step["orbit/memory/base_bytes"] > 4 * step["orbit/memory/adapter_bytes"]
 
 
