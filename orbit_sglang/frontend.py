@@ -120,7 +120,12 @@ class Frontend:
         except Refusal as refusal:
             self._metrics.rejected.labels(refusal.body["error"]["code"]).inc()
             raise
-        body = await self.call(messages.StageRequest(version=version, path=self._spool.path(file)))
+        try:
+            body = await self.call(messages.StageRequest(version=version, path=self._spool.path(file)))
+        except Refusal as refusal:
+            if refusal.status == 503:
+                self._spool.keep(version, file)  # the scheduler may still come to read it
+            raise
         self._spool.keep(version, file)
         status = await self.call(messages.StatusRequest())
         self._spool.prune(status["versions"])

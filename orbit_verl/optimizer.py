@@ -32,6 +32,11 @@ class AdapterOptimizer:
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: McoreOptimizerConfig):
         if config.optimizer not in ("adam", "adamw"):
             raise ValueError(f"optim.optimizer={config.optimizer!r}: only 'adam' (AdamW) trains an adapter")
+        if config.override_optimizer_config or config.use_precision_aware_optimizer:
+            raise ValueError(
+                "optim.override_optimizer_config and optim.use_precision_aware_optimizer are settings of Megatron's "
+                "optimisers; leave them out, an adapter is trained by torch's AdamW"
+            )
         self._parameters = dict(parameters)
         self._masters = {name: p.detach().float().clone().requires_grad_(True) for name, p in parameters.items()}
         self._max_norm = config.clip_grad

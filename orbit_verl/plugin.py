@@ -7,6 +7,7 @@ did, and a run without it stops at once: Hydra knows no ``trainer.strategy``.
 
 import dataclasses
 import logging
+import os
 import sys
 
 import wrapt
@@ -18,6 +19,7 @@ from orbit_verl import platform  # noqa: F401  registers the CPU platform
 from orbit_verl.config import check_key
 
 logger = logging.getLogger(__name__)
+logging.getLogger("orbit_verl").setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))  # as verl's own modules do
 
 STRATEGY_OVERRIDE = "trainer.strategy=orbit"
 CONFIG_DIR = "pkg://orbit_verl.conf"

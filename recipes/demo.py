@@ -114,6 +114,9 @@ def _finish(console: Console, metrics: Path) -> None:
     adapter = OUTPUT_DIR / "adapter"
     shutil.copytree(OUTPUT_DIR / "checkpoints" / "adapter", adapter)
     console.print(f"adapter  {_shown(adapter)} (peft format)")
+    console.print(
+        "base     unchanged, bit for bit: the run fails when its digest at the end is not the one at the start"
+    )
 
 
 def _shown(path: Path) -> str:

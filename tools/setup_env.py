@@ -52,7 +52,7 @@ def setup(root: Path) -> None:
         return
     start = time.monotonic()
     python = venv / "bin" / "python"
-    if python.exists():
+    if python.exists() and (venv / "bin" / "pip").exists():
         check_python(python_version(str(python)), f"{python}; remove .venv")
     else:
         create_venv(venv, root)
