@@ -52,9 +52,9 @@ def setup(root: Path) -> None:
         return
     start = time.monotonic()
     python = venv / "bin" / "python"
-    if python.exists() and (venv / "bin" / "pip").exists():
+    if python.exists():
         check_python(python_version(str(python)), f"{python}; remove .venv")
-    else:
+    if not (venv / "bin" / "pip").exists():
         create_venv(venv, root)
     uv = venv / "bin" / "uv"
     installer = root / "requirements" / "installer.txt"
