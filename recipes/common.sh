@@ -15,6 +15,28 @@ export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HYDRA_FULL_ERROR=1
 export RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0 RAY_DEDUP_LOGS=0 RAY_prestart_worker_first_driver=0
 export VERL_LOGGING_LEVEL="${VERL_LOGGING_LEVEL:-INFO}"
 
+# One trainer and one server on a machine with a few cores: GRPO, asynchronous, one worker of each kind.
+ONE_SMALL_MACHINE=(
+    trainer.v1.trainer_mode=separate_async
+    trainer.project_name=orbit
+    trainer.logger=[console,file]
+    trainer.nnodes=1
+    trainer.n_gpus_per_node=1
+    trainer.resume_mode=disable
+    algorithm.adv_estimator=grpo
+    data.dataloader_num_workers=0
+    reward.num_workers=1
+    actor_rollout_ref.model.use_remove_padding=false
+    actor_rollout_ref.model.enable_gradient_checkpointing=false
+    actor_rollout_ref.rollout.nnodes=1
+    actor_rollout_ref.rollout.n_gpus_per_node=1
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.2
+    actor_rollout_ref.rollout.agent.num_workers=1
+    +actor_rollout_ref.rollout.engine_kwargs.sglang.max_total_tokens=16384
+    transfer_queue.backend.SimpleStorage.num_data_storage_units=1
+    +ray_kwargs.ray_init.object_store_memory=200000000
+)
+
 # input VARIABLE DEFAULT: keep the path that the user set, which must exist, or take the default.
 input() {
     if [[ -z "${!1:-}" ]]; then

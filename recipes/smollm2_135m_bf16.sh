@@ -17,44 +17,24 @@ input TRAIN_FILES "$PREPARED/train.parquet"
 input VAL_FILES "$PREPARED/val.parquet"
 prepare_once "$PREPARED" "$PYTHON" -m recipes.smollm2_135m.prepare --out "$PREPARED"
 
-run_recipe \
-    trainer.v1.trainer_mode=separate_async \
+run_recipe "${ONE_SMALL_MACHINE[@]}" \
     trainer.v1.separate_async.parameter_sync_step=1 \
-    trainer.project_name=orbit \
     trainer.experiment_name="smollm2_135m_bf16_seed$SEED" \
-    trainer.logger=[console,file] \
-    trainer.nnodes=1 \
-    trainer.n_gpus_per_node=1 \
     trainer.total_epochs=100 \
     trainer.total_training_steps=20 \
     trainer.val_before_train=true \
     trainer.test_freq=10 \
     trainer.save_freq=20 \
-    trainer.resume_mode=disable \
-    algorithm.adv_estimator=grpo \
     data.seed="$SEED" \
     data.train_batch_size=8 \
     data.max_prompt_length=128 \
     data.max_response_length=6 \
-    data.dataloader_num_workers=0 \
-    data.return_raw_chat=true \
     reward.custom_reward_function.path="$ROOT/recipes/tiny_arithmetic/reward.py" \
-    reward.num_workers=1 \
-    actor_rollout_ref.model.use_remove_padding=false \
-    actor_rollout_ref.model.enable_gradient_checkpointing=false \
-    actor_rollout_ref.actor.optim.lr=1e-4 \
+    actor_rollout_ref.actor.optim.lr=1e-5 \
     actor_rollout_ref.actor.ppo_mini_batch_size=8 \
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16 \
-    actor_rollout_ref.rollout.name=sglang \
-    actor_rollout_ref.rollout.nnodes=1 \
-    actor_rollout_ref.rollout.n_gpus_per_node=1 \
     actor_rollout_ref.rollout.n=8 \
     actor_rollout_ref.rollout.max_num_seqs=64 \
     actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16 \
-    actor_rollout_ref.rollout.gpu_memory_utilization=0.2 \
-    actor_rollout_ref.rollout.agent.num_workers=1 \
     +actor_rollout_ref.rollout.engine_kwargs.sglang.random_seed="$SEED" \
-    +actor_rollout_ref.rollout.engine_kwargs.sglang.max_total_tokens=16384 \
-    transfer_queue.backend.SimpleStorage.num_data_storage_units=1 \
-    +ray_kwargs.ray_init.object_store_memory=200000000 \
     "$@"
