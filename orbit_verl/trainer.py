@@ -105,12 +105,14 @@ class OrbitTrainer(PPOTrainer):
         tokens = SampledTokens.read(batch)
         current_T = tokens.versions_T == self.trained_version
         age_T = (self.trained_version - tokens.versions_T[tokens.versions_T != UNKNOWN_VERSION]).double()
+        staleness = {}
+        if age_T.numel():
+            staleness = {"orbit/staleness/mean": age_T.mean().item(), "orbit/staleness/max": age_T.max().item()}
         return {
             **parity_metrics(tokens.sampled_T[current_T], tokens.trained_T[current_T]),
             **parity_metrics(tokens.sampled_T[~current_T], tokens.trained_T[~current_T], "stale_"),
             **(self._audit(batch, tokens) if self.local_trigger_step == 0 else {}),
-            "orbit/staleness/mean": age_T.mean().item(),
-            "orbit/staleness/max": age_T.max().item(),
+            **staleness,
         }
 
     def _audit(self, batch: KVBatchMeta, tokens: SampledTokens) -> dict[str, float]:
