@@ -63,8 +63,10 @@ def test_an_error_while_polling_stops_the_command(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupting_leaves_no_process_behind(tmp_path, number):
     pid_file = tmp_path / "pid"
+    # A shell starts background jobs with SIGINT ignored, and the tests may be one: the script is a foreground job.
     script = (
-        "import sys, pathlib; from orbit_cli.processes import run_to_end\n"
+        "import pathlib, signal; from orbit_cli.processes import run_to_end\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"run_to_end({_daemon_command(pid_file, 'time.sleep(600)')!r}, log=pathlib.Path({str(tmp_path / 'log')!r}),"
         " on_poll=lambda: None)"
     )
