@@ -86,7 +86,7 @@ def test_a_server_that_dies_ends_the_run(train, model, tmp_path):
     run = train(model, tmp_path, *ASYNC, "trainer.total_training_steps=500", on_poll=kill_scheduler_after_first_step)
     assert killed_at, run.log[-3000:]
     assert run.status != 0
-    assert time.monotonic() - killed_at[0] < 120
+    assert time.monotonic() - killed_at[0] < 180
     assert "SGLang server at 127.0.0.2" in run.log
     leftovers = [p.cmdline() for p in psutil.process_iter() if str(tmp_path) in " ".join(p.cmdline())]
     assert leftovers == []

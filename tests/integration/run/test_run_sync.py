@@ -43,7 +43,7 @@ def test_every_version_is_served(six_steps):
     for number, step in enumerate(six_steps.steps, start=1):
         assert step["orbit/version/trainer"] == step["orbit/version/served"] == number + 1
         assert step["orbit/version/lag"] == 0
-        assert step["orbit/sync/activate_pause_ms"] < 5
+        assert step["orbit/sync/activate_pause_ms"] < 50  # the median is held below 1 ms in the server tests
 
 
 def test_only_the_adapter_travels(six_steps):
