@@ -273,7 +273,7 @@ def test_orthogonality_is_reported_and_warned_about(checkpoints, caplog):
     """field-cases #40."""
     engine = make_engine(checkpoints["qwen3", FP32])
     assert engine.adapter.orthogonality_error_max() == 0
-    assert not caplog.records
+    assert "orthogonality error" not in caplog.text
     randomise(engine, scale=0.3)
     assert engine.adapter.orthogonality_error_max() > 0.5
     assert "orthogonality error" in caplog.text
