@@ -1,24 +1,19 @@
-"""The trainer's side of a server's slot routes: stage, activate, status, with retries inside one deadline."""
+"""The trainer's side of a server's slot routes: stage and activate, with retries inside one deadline."""
 
 import asyncio
 import dataclasses
-import logging
 import time
 from typing import Any
 
 import httpx
 
-logger = logging.getLogger(__name__)
-
 RETRY_PAUSE_S = 0.25
 MAX_RETRY_PAUSE_S = 2.0
+WAITS_FOR_THE_SLOT = ("slot_in_use", "staging_in_progress")
 
 
 class SlotError(RuntimeError):
     """A server refused a version or did not answer in time; holds the server's own text."""
-
-
-WAITS_FOR_THE_SLOT = ("slot_in_use", "staging_in_progress")
 
 
 @dataclasses.dataclass(eq=False)
