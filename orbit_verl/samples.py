@@ -13,6 +13,9 @@ from verl.workers.utils.padding import response_from_nested
 UNKNOWN_VERSION = -1
 """Version of a token whose row mixes versions in a way that its spans do not tell (several turns)."""
 
+VALIDATION_PARTITION = "val"
+"""verl's name for the samples of a validation in the TransferQueue."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SampledTokens:
@@ -54,6 +57,12 @@ class SampledTokens:
                 version_of_row[row] = row_versions[0]
         flat_versions = [version for row_versions in versions for version in row_versions]
         return cls(torch.cat(sampled), torch.cat(trained), torch.tensor(flat_versions), version_of_row)
+
+
+def sampled_versions(batch: KVBatchMeta) -> set[int]:
+    """The adapter versions that sampled the tokens of a batch."""
+    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["extra_fields"])
+    return {version for extra_fields in data["extra_fields"] for version, _, _ in extra_fields["orbit_versions"]}
 
 
 def token_versions(extra_fields: dict, num_tokens: int) -> list[int]:

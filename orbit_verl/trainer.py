@@ -3,7 +3,9 @@
 import itertools
 import logging
 import os
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -19,13 +21,14 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from orbit_verl.parity import ParityError, parity_metrics, violations
 from orbit_verl.run_config import is_orbit, read_orbit_config
-from orbit_verl.samples import UNKNOWN_VERSION, SampledTokens
+from orbit_verl.samples import UNKNOWN_VERSION, VALIDATION_PARTITION, SampledTokens, sampled_versions
 from orbit_verl.sync import OrbitCheckpointManager, version_of
 from orbit_verl.worker import OrbitActorWorker
 
 logger = logging.getLogger(__name__)
 
 MAX_BATCHES_WITHOUT_UPDATE = 16
+SERVER_CHECK_INTERVAL_S = 5.0
 
 
 class OrbitTrainer(PPOTrainer):
@@ -40,6 +43,8 @@ class OrbitTrainer(PPOTrainer):
         self._submission_order: dict[str, int] = {}
         self._submissions = itertools.count()
         self._prompts_since_update = 0
+        self._next_server_check = 0.0
+        self._validated_versions: set[int] = set()
         super().__init__(config)
         self.replay_buffer.poll_interval = self.orbit.poll_interval_s
 
@@ -65,16 +70,53 @@ class OrbitTrainer(PPOTrainer):
         """Train; then prove that the base did not change, and leave the adapter in peft's format.
 
         Raises:
-            RuntimeError: a frozen tensor is not what it was at the start.
+            RuntimeError: a frozen tensor is not what it was at the start, or a server does not answer.
         """
         _keep_earlier_metrics()
         before = self.actor_rollout_wg.base_digest()
-        super().fit(agent_loop_manager)
+        try:
+            super().fit(agent_loop_manager)
+        except ray.exceptions.RayError:
+            self._check_servers()  # Ray names an actor that died, not the server that it was
+            raise
         if self.actor_rollout_wg.base_digest() != before:
             raise RuntimeError(f"the frozen base changed during the run: its digest was {before} at the start")
         folder = os.path.join(self.config.trainer.default_local_dir, "adapter")
         self.actor_rollout_wg.save_adapter(folder)
         logger.info("orbit: base unchanged (%s); adapter in %s", before[0], folder)
+
+    def _build_replay_buffer(self):
+        """verl's, which looks after the servers while it waits for samples, and notes which versions were validated."""
+        buffer = super()._build_replay_buffer()
+        buffer._wait_for_next_poll = self._while_watching_servers(buffer._wait_for_next_poll)
+        buffer.sample = self._noting_validated_versions(buffer.sample)
+        return buffer
+
+    def _while_watching_servers(self, wait_for_next_poll: Callable) -> Callable:
+        def wait(*args, **kwargs):
+            if time.monotonic() >= self._next_server_check:
+                self._check_servers()
+                self._next_server_check = time.monotonic() + SERVER_CHECK_INTERVAL_S
+            return wait_for_next_poll(*args, **kwargs)
+
+        return wait
+
+    def _noting_validated_versions(self, sample: Callable) -> Callable:
+        def sample_and_note(*args, **kwargs):
+            batch, metrics = sample(*args, **kwargs)
+            if batch.partition_id == VALIDATION_PARTITION:
+                self._validated_versions |= sampled_versions(batch)
+            return batch, metrics
+
+        return sample_and_note
+
+    def _validate(self) -> dict[str, float]:
+        self._validated_versions = set()
+        metrics = super()._validate()
+        if self._validated_versions:
+            metrics["orbit/version/validated"] = min(self._validated_versions)
+            metrics["orbit/version/validated_newest"] = max(self._validated_versions)
+        return metrics
 
     def _submit_batch_to_rollout(self, batch) -> int:
         self._check_servers()

@@ -1,6 +1,8 @@
 """Asynchronous runs on a BF16 base: servers generate while the trainer trains, and versions change under them."""
 
+import signal
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -26,7 +28,12 @@ def model(models):
 @pytest.fixture(scope="module")
 def run(train, model, tmp_path_factory):
     finished = train(
-        model, tmp_path_factory.mktemp("async"), *ASYNC, "trainer.total_training_steps=6", "orbit.adapter.fused=split"
+        model,
+        tmp_path_factory.mktemp("async"),
+        *ASYNC,
+        "trainer.total_training_steps=6",
+        "trainer.test_freq=3",
+        "orbit.adapter.fused=split",
     )
     assert finished.status == 0, finished.log[-3000:]
     return finished
@@ -68,25 +75,50 @@ def test_base_is_unchanged(run):
     assert (run.folder / "checkpoints" / "adapter" / "adapter_model.safetensors").is_file()
 
 
-def test_a_server_that_dies_ends_the_run(train, model, tmp_path):
-    """Killed in the middle of a step: an error that names the server, a non-zero exit, no process left."""
-    killed_at = []
+def test_validation_uses_the_active_version(run):
+    """No request of a validation names an adapter; every token of it is the active version's (field-cases #1)."""
+    validations = [step for step in run.steps if "orbit/version/validated" in step]
+    assert len(validations) == 2
+    for step in validations:
+        assert step["orbit/version/validated"] == step["orbit/version/validated_newest"] == step["orbit/version/served"]
 
-    def kill_scheduler_after_first_step() -> None:
-        metrics = tmp_path / "metrics.jsonl"
-        if killed_at or not metrics.is_file() or not metrics.read_text():
-            return
-        schedulers = [
-            process for process in psutil.Process().children(recursive=True) if "sglang::schedul" in process.name()
-        ]
-        assert len(schedulers) == 1
-        schedulers[0].kill()
-        killed_at.append(time.monotonic())
 
-    run = train(model, tmp_path, *ASYNC, "trainer.total_training_steps=500", on_poll=kill_scheduler_after_first_step)
-    assert killed_at, run.log[-3000:]
+class ServerFault:
+    """Sends a signal to the run's SGLang scheduler after the first step, and looks for processes left at the end."""
+
+    def __init__(self, metrics: Path, number: signal.Signals):
+        self.sent_at: float | None = None
+        self.left_behind: list[psutil.Process] = []
+        self._metrics = metrics
+        self._number = number
+        self._known = set(psutil.Process().children(recursive=True))
+
+    def poll(self) -> None:
+        ours = [process for process in psutil.Process().children(recursive=True) if process not in self._known]
+        if self.sent_at is None:
+            if self._metrics.is_file() and self._metrics.read_text():
+                (scheduler,) = (process for process in ours if "sglang::schedul" in process.name())
+                scheduler.send_signal(self._number)
+                self.sent_at = time.monotonic()
+        elif not any(_is_trainer(process) for process in ours):
+            _, self.left_behind = psutil.wait_procs(ours, timeout=20)
+
+
+def _is_trainer(process: psutil.Process) -> bool:
+    try:
+        return "verl.trainer.main_ppo" in process.cmdline()
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_server_that_is_gone_ends_the_run(train, model, tmp_path, number):
+    """Killed, or hung, in the middle of a step: an error that names the server, a non-zero exit, no process left."""
+    fault = ServerFault(tmp_path / "metrics.jsonl", number)
+    overrides = (*ASYNC, "trainer.total_training_steps=500", "orbit.slots.timeout_s=10")
+    run = train(model, tmp_path, *overrides, on_poll=fault.poll)
+    assert fault.sent_at is not None, run.log[-3000:]
     assert run.status != 0
-    assert time.monotonic() - killed_at[0] < 180
+    assert time.monotonic() - fault.sent_at < 180
     assert "SGLang server at 127.0.0.2" in run.log
-    leftovers = [p.cmdline() for p in psutil.process_iter() if str(tmp_path) in " ".join(p.cmdline())]
-    assert leftovers == []
+    assert fault.left_behind == []

@@ -10,7 +10,13 @@ from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.slow
 
-SYNC = ("trainer.v1.trainer_mode=sync", "trainer.total_training_steps=6", "trainer.save_freq=3", "orbit.seed=0")
+SYNC = (
+    "trainer.v1.trainer_mode=sync",
+    "trainer.total_training_steps=6",
+    "trainer.save_freq=3",
+    "trainer.test_freq=3",
+    "orbit.seed=0",
+)
 KL = ("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=0.01")
 
 
@@ -44,6 +50,16 @@ def test_every_version_is_served(six_steps):
         assert step["orbit/version/trainer"] == step["orbit/version/served"] == number + 1
         assert step["orbit/version/lag"] == 0
         assert step["orbit/sync/activate_pause_ms"] < 50  # the median is held below 1 ms in the server tests
+
+
+def test_validation_uses_the_active_version(six_steps):
+    """No request of a validation names an adapter; every token of it is the active version's (field-cases #1)."""
+    validations = {
+        number: (step["orbit/version/validated"], step["orbit/version/validated_newest"])
+        for number, step in enumerate(six_steps.steps, start=1)
+        if "orbit/version/validated" in step
+    }
+    assert validations == {3: (4, 4), 6: (7, 7)}
 
 
 def test_only_the_adapter_travels(six_steps):
