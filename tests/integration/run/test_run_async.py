@@ -89,6 +89,7 @@ class ServerFault:
     def __init__(self, metrics: Path, number: signal.Signals):
         self.sent_at: float | None = None
         self.left_behind: list[psutil.Process] = []
+        self._trainer: psutil.Process | None = None
         self._metrics = metrics
         self._number = number
         self._known = set(psutil.Process().children(recursive=True))
@@ -100,15 +101,11 @@ class ServerFault:
                 (scheduler,) = (process for process in ours if "sglang::schedul" in process.name())
                 scheduler.send_signal(self._number)
                 self.sent_at = time.monotonic()
-        elif not any(_is_trainer(process) for process in ours):
-            _, self.left_behind = psutil.wait_procs(ours, timeout=20)
-
-
-def _is_trainer(process: psutil.Process) -> bool:
-    try:
-        return "verl.trainer.main_ppo" in process.cmdline()
-    except psutil.NoSuchProcess:
-        return False
+                (self._trainer,) = (process for process in ours if "verl.trainer.main_ppo" in process.cmdline())
+        elif not self._trainer.is_running() or self._trainer.status() == psutil.STATUS_ZOMBIE:
+            # Waiting for the trainer here would take its exit status from the one who started it.
+            others = [process for process in ours if process != self._trainer]
+            _, self.left_behind = psutil.wait_procs(others, timeout=20)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
