@@ -1,10 +1,14 @@
 """The ``orbit`` command."""
 
+import enum
 import logging
 import warnings
+from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from orbit_cli import doctor as doctor_checks
 
@@ -30,3 +34,41 @@ def doctor() -> None:
     console.print(doctor_checks.table(checks))
     if any(check.state is doctor_checks.State.FAILED for check in checks):
         raise typer.Exit(1)
+
+
+class QuantizedFormat(enum.StrEnum):
+    """Formats that ``orbit quantize`` writes."""
+
+    FP8 = "fp8"
+    INT4 = "int4"
+    NVFP4 = "nvfp4"
+    MXFP4 = "mxfp4"
+
+
+@app.command()
+def quantize(
+    model: Annotated[Path, typer.Option(help="BF16 checkpoint folder.")],
+    format_name: Annotated[QuantizedFormat, typer.Option("--format", help="Format of the linears.")],
+    out: Annotated[Path, typer.Option(help="Folder of the result; must not exist, or be empty.")],
+    group_size: Annotated[
+        int | None, typer.Option(help="Columns that share a scale (INT4), or rows and columns of a block (FP8).")
+    ] = None,
+) -> None:
+    """Write a low-precision checkpoint in the format as deployed, from a BF16 one.
+
+    Linears of the decoder layers are quantised; head, embeddings, norms and routers stay as they are. NVFP4's static
+    input scales are set by a short run of the model on random tokens. Exit status 1, and nothing written, when it cannot
+    be done.
+    """
+    # Importing torch costs seconds, which ``--help`` does without.
+    from orbit_cli import rounding_errors
+    from orbit_cli.quantize import quantize_checkpoint
+
+    console = Console(highlight=False)
+    try:
+        with console.status(f"quantising to {format_name}"):
+            errors = quantize_checkpoint(model, out, format_name=format_name, group_size=group_size)
+    except ValueError as error:
+        console.print(f"[red]error:[/red] {escape(str(error))}")
+        raise typer.Exit(1) from None
+    console.print(rounding_errors.table(errors, title=f"{out}: {format_name}"))

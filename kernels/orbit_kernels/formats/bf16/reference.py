@@ -1,0 +1,13 @@
+"""Plain-torch numerics of unquantised weights."""
+
+import torch
+
+
+def dequantize(weight_OI: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weight itself, rounded once where the dtypes differ."""
+    return weight_OI.to(dtype)
+
+
+def quantize(weight_OI: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weight rounded to the stored dtype."""
+    return weight_OI.to(dtype).contiguous()
