@@ -11,26 +11,20 @@ Dimension suffixes: T tokens, D input width, N blocks (D / B), B block size, E f
 
 import torch
 
+from orbit_kernels.methods.oft import num_blocks, num_entries
 
-def num_blocks(width: int, block_size: int, name: str = "input") -> int:
-    """Number of blocks of a rotation over ``width`` features.
-
-    Raises:
-        ValueError: the block size does not divide the width. It is never rounded.
-    """
-    if width % block_size:
-        divisors = [d for d in (8, 16, 32, 64, 128, 256) if width % d == 0]
-        raise ValueError(
-            f"{name}: width {width} is not a multiple of the OFT block size {block_size}; "
-            f"choose a block size that divides it{f', e.g. one of {divisors}' if divisors else ''}, "
-            "or leave the module out of target_modules"
-        )
-    return width // block_size
-
-
-def num_entries(block_size: int) -> int:
-    """Free entries of one skew-symmetric block: the strict upper triangle."""
-    return block_size * (block_size - 1) // 2
+__all__ = [
+    "cayley",
+    "cayley_neumann",
+    "merge",
+    "num_blocks",
+    "num_entries",
+    "orthogonality_error",
+    "rotate",
+    "rotation",
+    "skew_symmetric",
+    "unmerge",
+]
 
 
 def skew_symmetric(entries_NE: torch.Tensor, block_size: int) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 A payload is a safetensors file in memory: peft's tensor names, and the text of peft's ``adapter_config.json`` under the
 metadata key ``adapter_config``. No pickle, no compression: its size is the adapter's own plus the header. Where all parts
-of a fused projection carry the same tensor in every layer, only the first part's travels; the metadata key
-``shared_parts`` then names the others.
+of a fused projection carry the same tensor on their input in every layer (OFT's rotation, LoRA's A), only the first
+part's travels; the metadata key ``shared_parts`` then names the others.
 """
 
 import dataclasses
@@ -16,8 +16,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from orbit_kernels import oft
-from orbit_kernels.adapter import AdapterConfig, module_name, tensor_name
+from orbit_kernels.adapter import AdapterConfig, module_name, split_name, tensor_name
 
 BASE_VERSION = 0
 """The adapter-off base model: always available, never staged."""
@@ -25,7 +24,7 @@ BASE_VERSION = 0
 METADATA_KEY = "adapter_config"
 SHARED_KEY = "shared_parts"
 FUSED_PARTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Linears that read the same input and are one matrix in a server: their rotations may be tied to one."""
+"""Linears that read the same input and are one matrix in a server: what acts on that input may be tied to one tensor."""
 
 ADAPTER_DTYPES = (torch.bfloat16, torch.float32)
 
@@ -61,8 +60,9 @@ class Adapter:
 
     def encode(self) -> bytes:
         """The payload for a server: parts that share one tensor travel once."""
-        shared = _shared_parts(self.tensors)
-        return self._save({name: t for name, t in self.tensors.items() if _leaf(name) not in shared}, shared)
+        shared_leaf = self.config.method.shared_leaf
+        shared = _shared_parts(self.tensors, shared_leaf)
+        return self._save({n: t for n, t in self.tensors.items() if _part(n, shared_leaf) not in shared}, shared)
 
     def to_peft_file(self) -> bytes:
         """``adapter_model.safetensors`` as peft reads it: every tensor under its own name."""
@@ -97,42 +97,60 @@ class Adapter:
             config = AdapterConfig.from_peft_json(text)
         except ValueError as error:
             raise AdapterError([str(error)]) from None
-        return cls({**tensors, **_restored_parts(tensors, metadata.get(SHARED_KEY))}, config)
+        restored = _restored_parts(tensors, metadata.get(SHARED_KEY), config.method.shared_leaf)
+        return cls({**tensors, **restored}, config)
 
-    def check(self, widths: Mapping[str, int]) -> None:
+    def module_tensors(self, module: str) -> dict[str, torch.Tensor]:
+        """One linear's tensors by leaf; empty when it carries no adapter."""
+        names = {leaf: tensor_name(module, leaf) for leaf in self.config.method.leaves}
+        return {leaf: self.tensors[name] for leaf, name in names.items() if name in self.tensors}
+
+    def modules(self) -> list[str]:
+        """Hugging Face names of the linears that carry the adapter, sorted."""
+        return sorted({module for name in self.tensors if (module := module_name(name))})
+
+    def check(self, linears: Mapping[str, tuple[int, int]]) -> None:
         """Hold the tensors against the linears of a model.
 
         Args:
-            widths: input width of every linear that can carry an adapter, by Hugging Face module name.
+            linears: rows and columns of every weight that can carry an adapter, by Hugging Face module name.
 
         Raises:
             AdapterError: unknown or missing tensors, wrong shapes or dtypes, or values that are not finite; all listed.
         """
+        targets = [module for module in linears if self.config.targets(module)]
+        expected = {tensor_name(module, leaf): module for module in targets for leaf in self.config.method.leaves}
         problems = []
-        expected = {tensor_name(module): module for module in widths if self.config.targets(module)}
-        if not expected:
+        if not targets:
             problems.append(
                 f"target_modules {list(self.config.target_modules)} match no linear of the model; "
-                f"known leaf names: {sorted({module.rsplit('.', 1)[-1] for module in widths})}"
+                f"known leaf names: {sorted({module.rsplit('.', 1)[-1] for module in linears})}"
             )
         for name in sorted(self.tensors.keys() - expected.keys()):
-            known = module_name(name) in widths
-            reason = "not in the configuration's target_modules" if known else "no such linear in the model"
-            problems.append(f"{name}: unknown tensor, {reason}")
+            problems.append(f"{name}: unknown tensor, {self._why_unknown(name, linears)}")
         problems += [
             f"{name}: missing, although its module is targeted"
             for name in sorted(expected.keys() - self.tensors.keys())
         ]
         for name in sorted(expected.keys() & self.tensors.keys()):
-            problems += self._tensor_problems(name, widths[expected[name]])
+            problems += self._tensor_problems(name, *linears[expected[name]])
         if problems:
             raise AdapterError(problems)
 
-    def _tensor_problems(self, name: str, width: int) -> list[str]:
-        tensor, block = self.tensors[name], self.config.block_size
-        if width % block:
-            return [f"{name}: block size {block} does not divide the input width {width}"]
-        shape = (width // block, oft.num_entries(block))
+    def _why_unknown(self, name: str, linears: Mapping[str, tuple[int, int]]) -> str:
+        module, leaf = split_name(name) or (None, None)
+        if module not in linears:
+            return "no such linear in the model"
+        if leaf not in self.config.method.leaves:
+            return f"not one of {self.config.method.peft_type}'s"
+        return "not in the configuration's target_modules"
+
+    def _tensor_problems(self, name: str, rows: int, columns: int) -> list[str]:
+        tensor, (_, leaf) = self.tensors[name], split_name(name)
+        try:
+            shape = self.config.method.shapes(rows, columns, name)[leaf]
+        except ValueError as error:
+            return [str(error)]
         if tuple(tensor.shape) != shape:
             return [f"{name}: shape {tuple(tensor.shape)}, expected {shape}"]
         if tensor.dtype not in ADAPTER_DTYPES:
@@ -147,25 +165,26 @@ def error_body(code: str, message: str, detail: Any = None) -> dict[str, Any]:
     return {"error": {"code": code, "message": message, "detail": detail}}
 
 
-def _leaf(name: str) -> str:
-    """The linear's own name in a tensor's: ``q_proj`` in ``...self_attn.q_proj.oft_R.weight``."""
-    return (module_name(name) or "").rsplit(".", 1)[-1]
+def _part(name: str, leaf: str) -> str | None:
+    """The linear's own name in the name of one of its ``leaf`` tensors: ``q_proj`` in ``...self_attn.q_proj.oft_R.weight``."""
+    names = split_name(name)
+    return names[0].rsplit(".", 1)[-1] if names and names[1] == leaf else None
 
 
 def _sibling(name: str, part: str) -> str:
-    """The tensor name of another part of the same fused projection."""
-    module = module_name(name)
-    return tensor_name(f"{module.rpartition('.')[0]}.{part}" if "." in module else part)
+    """The name of the same tensor of another part of a fused projection."""
+    module, leaf = split_name(name)
+    return tensor_name(f"{module.rpartition('.')[0]}.{part}" if "." in module else part, leaf)
 
 
-def _shared_parts(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Parts that equal the first part of their projection in every layer, as ``{part: first part}``."""
+def _shared_parts(tensors: Mapping[str, torch.Tensor], leaf: str) -> dict[str, str]:
+    """Parts whose ``leaf`` equals the first part's of their projection in every layer, as ``{part: first part}``."""
     shared = {}
     for first, *others in FUSED_PARTS:
-        firsts = {name for name in tensors if _leaf(name) == first}
+        firsts = {name for name in tensors if _part(name, leaf) == first}
         for part in others:
             pairs = [(name, _sibling(name, part)) for name in firsts]
-            num_parts = sum(_leaf(name) == part for name in tensors)
+            num_parts = sum(_part(name, leaf) == part for name in tensors)
             if (
                 num_parts
                 and num_parts == len(pairs)
@@ -175,7 +194,7 @@ def _shared_parts(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return shared
 
 
-def _restored_parts(tensors: Mapping[str, torch.Tensor], text: str | None) -> dict[str, torch.Tensor]:
+def _restored_parts(tensors: Mapping[str, torch.Tensor], text: str | None, leaf: str) -> dict[str, torch.Tensor]:
     """The tensors that ``_shared_parts`` let the sender leave out.
 
     Raises:
@@ -195,7 +214,7 @@ def _restored_parts(tensors: Mapping[str, torch.Tensor], text: str | None) -> di
         _sibling(name, part): tensor
         for part, first in shared.items()
         for name, tensor in tensors.items()
-        if _leaf(name) == first
+        if _part(name, leaf) == first
     }
 
 

@@ -4,6 +4,7 @@ from peft.tuners.oft.layer import OFTRotationModule
 
 from orbit_kernels import oft
 from orbit_kernels.adapter import AdapterConfig
+from orbit_kernels.methods import OFTMethod
 
 BLOCK, WIDTH = 16, 64
 MODES = (2, 3, 4, 5, 8, None)
@@ -76,9 +77,11 @@ def test_cayley_mode_is_stored_and_honoured():
     values = entries(0.3)
     results = []
     for terms in (5, 8, None):
-        config = AdapterConfig.from_peft_json(AdapterConfig(cayley_neumann_terms=terms).to_peft_json())
-        assert config.cayley_neumann_terms == terms
-        results.append(oft.rotation(values, BLOCK, config.cayley_neumann_terms))
+        config = AdapterConfig.from_peft_json(
+            AdapterConfig(method=OFTMethod(cayley_neumann_terms=terms)).to_peft_json()
+        )
+        assert config.method.cayley_neumann_terms == terms
+        results.append(oft.rotation(values, BLOCK, config.method.cayley_neumann_terms))
     assert (results[0] - results[1]).abs().max() > 1e-2
     assert (results[1] - results[2]).abs().max() > 1e-2
 
@@ -95,7 +98,7 @@ def test_merge_equals_the_rotated_forward_and_unmerge_undoes_it(terms):
     torch.testing.assert_close(oft.unmerge(merged, r), weight, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("peft_type", ("LORA", "BOFT", None))
+@pytest.mark.parametrize("peft_type", ("ADALORA", "BOFT", None))
 def test_an_unknown_format_is_refused(peft_type):
     """field-cases #36."""
     with pytest.raises(ValueError, match=f"peft_type {peft_type!r}"):
