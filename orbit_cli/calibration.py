@@ -1,7 +1,7 @@
 """The largest input of every linear of a model, for formats whose kernels quantise inputs with a static scale."""
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ def largest_inputs(model_folder: Path, modules: Collection[str]) -> dict[str, fl
     """Twice the largest input magnitude of each linear over 4 sequences of 128 random tokens.
 
     There is no calibration text here, so the range is set by a fixed synthetic one. It runs the whole unquantised model
-    with transformers, on the CPU.
+    with transformers, on the CPU. Experts of a layer, some of which so few tokens may not reach, all get the largest of any.
 
     Args:
         model_folder: checkpoint of the unquantised model.
@@ -32,27 +32,57 @@ def largest_inputs(model_folder: Path, modules: Collection[str]) -> dict[str, fl
 
     disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype="auto").eval()
-    linears = dict(model.named_modules())
-    missing = sorted(set(modules) - linears.keys())
+    by_name = dict(model.named_modules())
+    owners = {name: _owner(name, by_name) for name in modules}
+    missing = sorted(name for name, owner in owners.items() if owner is None)
     if missing:
         raise ValueError(f"{model_folder}: transformers' model has no modules {missing}; cannot calibrate their inputs")
-    largest = dict.fromkeys(modules, 0.0)
-
-    def record(name: str):
-        def hook(_module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> None:
-            largest[name] = max(largest[name], inputs[0].abs().max().item())
-
-        return hook
-
-    for name in modules:
-        linears[name].register_forward_pre_hook(record(name))
+    largest = _record(by_name, set(owners.values()))
     with torch.no_grad():
         model(_random_tokens(model.config))
+    largest = {name: largest.get(owner, 0.0) for name, owner in owners.items()}
     unused = sorted(name for name, value in largest.items() if value == 0)
     if unused:
         raise ValueError(f"{model_folder}: no input reached {unused} during calibration; their range is unknown")
     logger.info("calibrated %d linears on %d random tokens", len(largest), NUM_SEQUENCES * SEQUENCE_TOKENS)
     return {name: HEADROOM * value for name, value in largest.items()}
+
+
+def _owner(name: str, by_name: Mapping[str, torch.nn.Module]) -> str | None:
+    """The linear itself, or for one of an expert what stands for all experts of its layer: ``...experts.down_proj``."""
+    if name in by_name:
+        return name
+    expert, _, leaf = name.rpartition(".")
+    experts = expert.rpartition(".")[0]
+    return f"{experts}.{leaf}" if hasattr(by_name.get(experts), "gate_up_proj") else None
+
+
+def _record(by_name: Mapping[str, torch.nn.Module], owners: Collection[str]) -> dict[str, float]:
+    """Watch the inputs of linears, and of the experts that transformers 5 stacks; filled while the model runs."""
+    largest: dict[str, float] = {}
+
+    def see(name: str, x: torch.Tensor) -> None:
+        if x.numel():
+            largest[name] = max(largest.get(name, 0.0), x.abs().max().item())
+
+    def watch_experts(name: str, module: torch.nn.Module) -> None:
+        def hook(_module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            x_TD, ids_TK, _ = inputs
+            see(f"{name}.gate_proj", x_TD)
+            see(f"{name}.up_proj", x_TD)
+            for expert, weight in enumerate(module.gate_up_proj):
+                x = x_TD[(ids_TK == expert).any(dim=1)]
+                gate, up = torch.nn.functional.linear(x, weight).chunk(2, dim=-1)
+                see(f"{name}.down_proj", module.act_fn(gate) * up)
+
+        module.register_forward_pre_hook(hook)
+
+    for owner in owners:
+        if owner in by_name:
+            by_name[owner].register_forward_pre_hook(lambda _module, inputs, owner=owner: see(owner, inputs[0]))
+    for name in {owner.rpartition(".")[0] for owner in owners if owner not in by_name}:
+        watch_experts(name, by_name[name])
+    return largest
 
 
 def _random_tokens(config) -> torch.Tensor:

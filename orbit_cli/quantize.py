@@ -15,7 +15,15 @@ from safetensors.torch import save_file
 from orbit_cli.calibration import largest_inputs
 from orbit_cli.rounding_errors import LinearError
 from orbit_kernels.checkpoint import INDEX_FILE, HFCheckpoint
-from orbit_kernels.formats import Fp8Format, Int4Format, Mxfp4Format, Nvfp4Format, WeightFormat, read_base_scheme
+from orbit_kernels.formats import (
+    Bf16Format,
+    Fp8Format,
+    Int4Format,
+    Mxfp4Format,
+    Nvfp4Format,
+    WeightFormat,
+    read_base_scheme,
+)
 from orbit_kernels.formats.scheme.write import quantization_config
 from orbit_kernels.frozen import StoredWeight
 from orbit_kernels.wire import FUSED_PARTS
@@ -66,8 +74,8 @@ def quantize_checkpoint(
         Errors by leaf name of the linears.
 
     Raises:
-        ValueError: the input is quantised already or no checkpoint, ``out`` is not empty, a weight does not fit the format,
-            or the disk is too small; nothing is written.
+        ValueError: the input is quantised already or no checkpoint, ``out`` is not empty, a weight does not fit the format
+            or is not finite, or the disk is too small; nothing is left behind.
     """
     source = _Source(model, format_name, group_size)
     _check_out(out, source.output_bytes)
@@ -188,6 +196,7 @@ def _write(source: _Source, folder: Path) -> dict[str, LinearError]:
                 tensors[name] = tensor
                 continue
             module = name.removesuffix(".weight")
+            _check_finite(module, tensor)
             stored = StoredWeight(source.format, *tensor.shape, quantize(module, tensor))
             errors[module.rpartition(".")[2]].count(tensor, stored)
             tensors |= {f"{module}.{leaf}": value for leaf, value in stored.tensors.items()}
@@ -219,6 +228,13 @@ def _quantizer(source: _Source) -> Callable[[str, torch.Tensor], Mapping[str, to
         )
 
     return quantize
+
+
+def _check_finite(module: str, weight_OI: torch.Tensor) -> None:
+    """No format stores such a weight; rounded like the others, it would pass for one."""
+    problems = Bf16Format().problems({"weight": weight_OI})
+    if problems:
+        raise ValueError(f"{module}.{problems[0]}; quantise an intact checkpoint")
 
 
 def _is_linear(name: str) -> bool:

@@ -4,6 +4,7 @@ import json
 import struct
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import torch
@@ -148,6 +149,9 @@ def _read_header(path: Path) -> dict[str, TensorSpec]:
             entries = json.loads(file.read(header_bytes))
         except (UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path}: not a safetensors file, its header is no JSON: {error}") from None
+    problem = _header_problem(entries)
+    if problem is not None:
+        raise ValueError(f"{path}: not a safetensors file, {problem}")
     entries.pop("__metadata__", None)
     available = size - _SIZE_BYTES - header_bytes
     missing = sorted(name for name, entry in entries.items() if entry["data_offsets"][1] > available)
@@ -156,10 +160,29 @@ def _read_header(path: Path) -> dict[str, TensorSpec]:
     return {name: _spec(path, name, entry) for name, entry in entries.items()}
 
 
+def _header_problem(entries: Any) -> str | None:
+    if not isinstance(entries, dict):
+        return "its header is no JSON object"
+    fields = {"dtype", "shape", "data_offsets"}
+    odd = [
+        name
+        for name, entry in entries.items()
+        if name != "__metadata__" and not (isinstance(entry, dict) and fields <= entry.keys())
+    ]
+    return f"its header gives {odd[0]} no dtype, shape or place" if odd else None
+
+
 def _spec(path: Path, name: str, entry: Mapping) -> TensorSpec:
     if entry["dtype"] not in _DTYPES:
         raise ValueError(f"{path}: {name}: dtype {entry['dtype']} is not known; known are {', '.join(_DTYPES)}")
-    return TensorSpec(tuple(entry["shape"]), _DTYPES[entry["dtype"]])
+    spec = TensorSpec(tuple(entry["shape"]), _DTYPES[entry["dtype"]])
+    begin, end = entry["data_offsets"]
+    if end - begin != spec.nbytes:
+        raise ValueError(
+            f"{path}: {name}: {entry['dtype']} {spec.shape} needs {spec.nbytes} bytes, its header gives it {end - begin}; "
+            "the file is damaged, copy it again"
+        )
+    return spec
 
 
 def _misfits(name: str, found: TensorSpec, expected: torch.Size | TensorSpec) -> list[str]:

@@ -69,24 +69,32 @@ class BaseManifest:
         return cls(**value)
 
 
-def first_difference(trainer: BaseManifest, server: BaseManifest) -> str | None:
+def first_difference(ours: BaseManifest, theirs: BaseManifest, holders: tuple[str, str]) -> str | None:
     """The first thing in which two bases differ, with its name and both values; None when they are the same to the bit.
 
     Formats come first, because a wrong format explains differing tensors; then tensors by name.
+
+    Args:
+        ours: one base.
+        theirs: the other.
+        holders: who holds each, for the text.
     """
-    return _first_difference(trainer.formats, server.formats) or _first_difference(trainer.tensors, server.tensors)
+    return _first_difference(ours.formats, theirs.formats, holders) or _first_difference(
+        ours.tensors, theirs.tensors, holders
+    )
 
 
-def _first_difference(trainer: Mapping[str, dict[str, Any]], server: Mapping[str, dict[str, Any]]) -> str | None:
-    for name in sorted(trainer.keys() | server.keys()):
-        if name not in server:
-            return f"{name}: the trainer has {trainer[name]}, the server has none"
-        if name not in trainer:
-            return f"{name}: the trainer has none, the server has {server[name]}"
-        for key in sorted(trainer[name].keys() | server[name].keys()):
-            ours, theirs = trainer[name].get(key), server[name].get(key)
-            if ours != theirs:
-                return f"{name}: {key} is {ours} in the trainer and {theirs} in the server"
+def _first_difference(
+    ours: Mapping[str, dict[str, Any]], theirs: Mapping[str, dict[str, Any]], holders: tuple[str, str]
+) -> str | None:
+    for name in sorted(ours.keys() | theirs.keys()):
+        left, right = ours.get(name), theirs.get(name)
+        if left is None or right is None:
+            return f"{name}: {holders[0]} has {left or 'none'}, {holders[1]} has {right or 'none'}"
+        # The format itself before its parameters.
+        for key in sorted(left.keys() | right.keys(), key=lambda key: (key != "format", key)):
+            if left.get(key) != right.get(key):
+                return f"{name}: {key} is {left.get(key)} in {holders[0]} and {right.get(key)} in {holders[1]}"
     return None
 
 

@@ -11,6 +11,7 @@ from orbit_kernels.formats import Int4Format
 from orbit_kernels.manifest import BaseManifest, first_difference, tensor_digest
 
 MODULES = ("model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj")
+HOLDERS = ("the trainer", "the server")
 
 
 def manifest(weight_format=None, change=None) -> BaseManifest:
@@ -53,7 +54,7 @@ def test_every_dtype_of_every_format_survives_json(name):
     theirs = BaseManifest.from_json(ours.to_json())
     assert theirs == ours
     assert theirs.digest == ours.digest
-    assert first_difference(ours, theirs) is None
+    assert first_difference(ours, theirs, HOLDERS) is None
 
 
 def test_a_flipped_bit_is_named_with_both_digests():
@@ -62,7 +63,7 @@ def test_a_flipped_bit_is_named_with_both_digests():
 
     ours, theirs = manifest(), manifest(change=flip)
     name = f"{MODULES[1]}.weight_packed"
-    assert first_difference(ours, theirs) == (
+    assert first_difference(ours, theirs, HOLDERS) == (
         f"{name}: sha256 is {ours.tensors[name]['sha256']} in the trainer and {theirs.tensors[name]['sha256']} in the server"
     )
     assert ours.digest != theirs.digest
@@ -77,23 +78,23 @@ def test_a_flipped_bit_is_named_with_both_digests():
     ],
 )
 def test_formats_are_compared_before_tensors(other, message):
-    assert first_difference(manifest(), manifest(other)) == f"{MODULES[0]}: {message}"
+    assert first_difference(manifest(), manifest(other), HOLDERS) == f"{MODULES[0]}: {message}"
 
 
 def test_a_linear_that_only_one_side_quantises_is_named():
     ours = manifest()
     theirs = BaseManifest(formats={MODULES[0]: ours.formats[MODULES[0]]}, tensors=ours.tensors)
-    assert first_difference(ours, theirs) == (
+    assert first_difference(ours, theirs, HOLDERS) == (
         f"{MODULES[1]}: the trainer has {ours.formats[MODULES[1]]}, the server has none"
     )
-    assert first_difference(theirs, ours).startswith(f"{MODULES[1]}: the trainer has none, the server has ")
+    assert first_difference(theirs, ours, HOLDERS).startswith(f"{MODULES[1]}: the trainer has none, the server has ")
 
 
 def test_dtype_and_shape_are_compared_before_bits():
     def widen(tensors):
         tensors["model.norm.weight"] = tensors["model.norm.weight"].bfloat16()
 
-    assert first_difference(manifest(), manifest(change=widen)) == (
+    assert first_difference(manifest(), manifest(change=widen), HOLDERS) == (
         "model.norm.weight: dtype is float32 in the trainer and bfloat16 in the server"
     )
 

@@ -1,6 +1,7 @@
 """FP8 blocks: ``weight`` E4M3 [O, I] and ``weight_scale_inv`` fp32 [ceil(O / 128), ceil(I / 128)].
 
-In spite of its name ``weight_scale_inv`` multiplies (DeepSeek-V3, Qwen3-FP8).
+In spite of its name ``weight_scale_inv`` multiplies (DeepSeek-V3, Qwen3-FP8). Qwen3-FP8's files hold it in BF16, whose
+values fp32 keeps.
 """
 
 import dataclasses
@@ -60,7 +61,7 @@ class Fp8Format(WeightFormat):
         """See WeightFormat; blocks at the edges may be short, so every shape can be stored."""
         grid = (-(-rows // self.block_rows), -(-columns // self.block_columns))
         ue8m0 = self.scale_dtype == "ue8m0"
-        also = (torch.float8_e8m0fnu,) if ue8m0 else ()
+        also = (torch.bfloat16, torch.float8_e8m0fnu) if ue8m0 else (torch.bfloat16,)
         return {
             "weight": TensorSpec((rows, columns), torch.float8_e4m3fn),
             "weight_scale_inv": TensorSpec(grid, torch.float32, also),

@@ -9,6 +9,7 @@ import torch
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
+UE8M0_SMALLEST_EXPONENT = -127
 # Inputs of smaller magnitude get this one's scale, as in SGLang 0.5.12's per_token_group_quant_fp8 (eps=1e-10).
 SMALLEST_INPUT = 1e-10
 
@@ -79,6 +80,13 @@ def _values() -> torch.Tensor:
 def _scale(largest: torch.Tensor, power_of_two: bool) -> torch.Tensor:
     scale = largest / FP8_MAX
     if power_of_two:
-        scale = torch.exp2(torch.ceil(torch.log2(scale)))
+        scale = _power_of_two_above(scale)
     # A block of zeros has no magnitude to go by; any scale stores it exactly.
     return torch.where(largest > 0, scale, torch.ones_like(scale))
+
+
+def _power_of_two_above(scale: torch.Tensor) -> torch.Tensor:
+    """The least power of two that UE8M0 holds and that is not below ``scale``; exact, which a logarithm is not."""
+    mantissa, exponent = torch.frexp(scale)  # the mantissa is in [0.5, 1)
+    exponent = (exponent - (mantissa == 0.5).int()).clamp(min=UE8M0_SMALLEST_EXPONENT)
+    return torch.ldexp(torch.ones_like(scale), exponent)

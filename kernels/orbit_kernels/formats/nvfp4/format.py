@@ -62,6 +62,11 @@ class Nvfp4Format(WeightFormat):
         return ("weight_scale", self._names.global_scale, *inputs)
 
     @property
+    def global_scale_leaf(self) -> str:
+        """Name of the stored global scale of the weight."""
+        return self._names.global_scale
+
+    @property
     def _names(self) -> _Names:
         return _STYLES[self.style]
 

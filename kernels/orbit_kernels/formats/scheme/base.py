@@ -18,8 +18,8 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any], torch.dtype], Rules]] = {
     "compressed-tensors": compressed_tensors.read,
     "modelopt": modelopt.read,
 }
-# SGLang quantises linears only, and its head is none, whatever the configuration says.
-_NEVER_QUANTIZED = (r"lm_head",)
+# SGLang quantises linears only, and its head is none, whatever the configuration says; nor does it quantise routers.
+_NEVER_QUANTIZED = (r"lm_head", r".*\.mlp\.gate")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
