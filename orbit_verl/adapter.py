@@ -1,6 +1,7 @@
-"""The trained part of the policy: OFT rotations on the inputs of the frozen linears."""
+"""The trained part of the policy: one adapter over all frozen linears of a model."""
 
 import contextlib
+import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from orbit_kernels import oft
 from orbit_kernels.adapter import AdapterConfig, tensor_name
 from orbit_kernels.wire import Adapter
 from orbit_verl.config import AdapterSettings
+from orbit_verl.model.adapters import ADAPTERS, OFTAdapter
 from orbit_verl.model.linear import FrozenLinear
 
 logger = logging.getLogger(__name__)
@@ -27,31 +29,6 @@ ORTHOGONALITY_LIMIT = 0.05
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-class OFTRotation(nn.Module):
-    """A trained block-diagonal rotation of [..., D] activations, the identity at the start.
-
-    Args:
-        width: D.
-        config: block size and Cayley series.
-        dtype: of the trained entries [D / B, B * (B - 1) / 2].
-        device: of the entries.
-    """
-
-    def __init__(self, width: int, config: AdapterConfig, dtype: torch.dtype, device: torch.device):
-        super().__init__()
-        self._block_size, self._terms = config.block_size, config.cayley_neumann_terms
-        shape = (oft.num_blocks(width, config.block_size), oft.num_entries(config.block_size))
-        self.entries = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
-
-    def blocks(self) -> torch.Tensor:
-        """The rotation's blocks [D / B, B, B] in fp32."""
-        return oft.rotation(self.entries, self._block_size, self._terms)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Rotated activations; shape and dtype of ``x``."""
-        return oft.rotate(x, self.blocks())
-
-
 class TrainerAdapter:
     """The adapter over the frozen linears of a model.
 
@@ -60,64 +37,67 @@ class TrainerAdapter:
         settings: kind, sizes, targets and precision.
 
     Raises:
-        ValueError: the targets match no linear, the block size does not divide an input width, or ``fused="tied"``
-            is asked for a fused projection of which only some parts are targeted.
+        ValueError: the targets match no linear, the method cannot adapt one of them, or ``fused="tied"`` asks OFT to
+            rotate only some parts of a fused projection.
     """
 
     def __init__(self, linears: Sequence[tuple[str, FrozenLinear]], settings: AdapterSettings):
         self.config = settings.to_adapter_config()
         self.dtype = _DTYPES[settings.dtype]
-        self._linears = list(linears)
-        self._widths = {f"{prefix}.{part}": linear.input_size for prefix, linear in linears for part in linear.parts}
-        self._by_module: dict[str, OFTRotation] = {}
+        self._linears = [linear for _, linear in linears]
+        self._shapes = {
+            f"{prefix}.{part}": (rows, linear.input_size)
+            for prefix, linear in linears
+            for part, rows in linear.parts.items()
+        }
         self._check_targets()
-        for prefix, linear in self._linears:
-            self._attach(prefix, linear, tied=settings.fused == "tied")
+        self._tensors: dict[str, nn.Parameter] = {}
+        for prefix, linear in linears:
+            self._attach(prefix, linear, settings)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """The trained tensors by peft's name; a rotation that several parts share goes by its first part's name."""
+        """The trained tensors by peft's name; one that several parts share goes by its first part's name."""
         first: dict[int, str] = {}
-        for module, rotation in self._by_module.items():
-            first.setdefault(id(rotation), module)
-        return {tensor_name(module): self._by_module[module].entries for module in first.values()}
+        for name, tensor in self._tensors.items():
+            first.setdefault(id(tensor), name)
+        return {name: self._tensors[name] for name in first.values()}
 
     @property
     def num_bytes(self) -> int:
-        """Size of the trained tensors. An export is larger when parts share a rotation, as peft has no shared tensors."""
+        """Size of the trained tensors. An export is larger when parts share one, as peft has no shared tensors."""
         return sum(parameter.nbytes for parameter in self.named_parameters().values())
 
     def export(self) -> Adapter:
         """A copy under peft's names, one tensor for each part; later training does not change it."""
-        tensors = {tensor_name(m): r.entries.detach().clone() for m, r in self._by_module.items()}
-        return Adapter(tensors, self.config)
+        return Adapter({name: tensor.detach().clone() for name, tensor in self._tensors.items()}, self.config)
 
     @torch.no_grad()
     def load(self, adapter: Adapter) -> None:
         """Replace the trained tensors.
 
         Raises:
-            ValueError: another configuration or dtype, parts that share a rotation differ, or ``Adapter.check`` refuses.
+            ValueError: another configuration or dtype, parts that share a tensor differ, or ``Adapter.check`` refuses.
         """
         if adapter.config != self.config:
             raise ValueError(
                 f"adapter configuration {_comparable(adapter.config)} differs from the run's {_comparable(self.config)}; "
                 "set orbit.adapter.* to the adapter's values"
             )
-        adapter.check(self._widths)
+        adapter.check(self._shapes)
         self._check_values(adapter)
-        for module, rotation in self._by_module.items():
-            rotation.entries.copy_(adapter.tensors[tensor_name(module)])
+        for name, tensor in self._tensors.items():
+            tensor.copy_(adapter.tensors[name])
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
         """Run the body on the frozen base, bit for bit; the adapter is back afterwards even when the body raises."""
-        before = [linear.adapter_enabled for _, linear in self._linears]
-        for _, linear in self._linears:
+        before = [linear.adapter_enabled for linear in self._linears]
+        for linear in self._linears:
             linear.adapter_enabled = False
         try:
             yield
         finally:
-            for (_, linear), enabled in zip(self._linears, before, strict=True):
+            for linear, enabled in zip(self._linears, before, strict=True):
                 linear.adapter_enabled = enabled
 
     @contextlib.contextmanager
@@ -150,10 +130,12 @@ class TrainerAdapter:
             parameter.copy_(snapshot[name])
 
     @torch.no_grad()
-    def orthogonality_error_max(self) -> float:
-        """Largest Frobenius norm of ``R^T R - I`` over all blocks, dimensionless; logs a warning past the limit."""
-        rotations = {id(rotation): rotation for rotation in self._by_module.values()}.values()
-        error = max(oft.orthogonality_error(rotation.blocks()).max().item() for rotation in rotations)
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the method: OFT's largest orthogonality error, about which a warning is logged past the limit."""
+        adapters = [linear.adapter for linear in self._linears if isinstance(linear.adapter, OFTAdapter)]
+        if not adapters:
+            return {}
+        error = max(oft.orthogonality_error(r).max().item() for adapter in adapters for r in adapter.rotations())
         if error > ORTHOGONALITY_LIMIT:
             logger.warning(
                 "orthogonality error %.3g is above %.3g: the Cayley-Neumann series no longer rotates; lower the learning "
@@ -161,45 +143,40 @@ class TrainerAdapter:
                 error,
                 ORTHOGONALITY_LIMIT,
             )
-        return error
+        return {"orbit/oft/orthogonality_error_max": error}
 
     def _check_targets(self) -> None:
-        leaves = {module.rsplit(".", 1)[-1] for module in self._widths}
+        leaves = {module.rsplit(".", 1)[-1] for module in self._shapes}
         unknown = sorted(set(self.config.target_modules) - leaves)
         if unknown:
             raise ValueError(f"target_modules {unknown} match no linear of the model; known: {sorted(leaves)}")
-        for module, width in self._widths.items():
+        for module, shape in self._shapes.items():
             if self.config.targets(module):
-                oft.num_blocks(width, self.config.block_size, module)
+                self.config.method.shapes(*shape, module)
 
-    def _attach(self, prefix: str, linear: FrozenLinear, tied: bool) -> None:
+    def _attach(self, prefix: str, linear: FrozenLinear, settings: AdapterSettings) -> None:
         targets = [part for part in linear.parts if self.config.targets(f"{prefix}.{part}")]
         if not targets:
             return
-        if tied and len(targets) < len(linear.parts):
-            raise ValueError(
-                f"fused='tied' with only {targets} of {list(linear.parts)} in target_modules: one rotation covers all parts "
-                "of a fused projection; target all of them or none, or set fused='split'"
-            )
-        if tied:
-            shared = self._new_rotation(linear)
-            linear.attach_shared(shared)
-            rotations = dict.fromkeys(targets, shared)
-        else:
-            rotations = {part: self._new_rotation(linear) for part in targets}
-            linear.attach_per_part(rotations)
-        self._by_module |= {f"{prefix}.{part}": rotation for part, rotation in rotations.items()}
-
-    def _new_rotation(self, linear: FrozenLinear) -> OFTRotation:
-        return OFTRotation(linear.input_size, self.config, self.dtype, linear.weight.device)
+        linear.adapter = ADAPTERS[self.config.type](
+            self.config.method,
+            linear.parts,
+            targets,
+            linear.input_size,
+            tied=settings.fused == "tied",
+            generator=lambda part: _generator(settings.init_seed, f"{prefix}.{part}"),
+            dtype=self.dtype,
+            device=linear.device,
+        )
+        for (part, leaf), tensor in linear.adapter.tensors().items():
+            self._tensors[tensor_name(f"{prefix}.{part}", leaf)] = tensor
 
     def _check_values(self, adapter: Adapter) -> None:
         first: dict[int, str] = {}
-        for module, rotation in self._by_module.items():
-            name = tensor_name(module)
-            shared = first.setdefault(id(rotation), name)
+        for name, parameter in self._tensors.items():
+            shared = first.setdefault(id(parameter), name)
             if not torch.equal(adapter.tensors[name], adapter.tensors[shared]):
-                raise ValueError(f"{name} differs from {shared}: fused='tied' shares one rotation; set fused='split'")
+                raise ValueError(f"{name} differs from {shared}: fused='tied' shares one tensor; set fused='split'")
             dtype = adapter.tensors[name].dtype
             if torch.promote_types(dtype, self.dtype) != self.dtype:
                 raise ValueError(
@@ -232,6 +209,12 @@ def write_peft_folder(adapter: Adapter, folder: str | Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / PEFT_CONFIG_FILE).write_text(adapter.config.to_peft_json())
     (folder / PEFT_WEIGHTS_FILE).write_bytes(adapter.to_peft_file())
+
+
+def _generator(seed: int, module: str) -> torch.Generator:
+    """The same for a linear whatever other linears, ranks or layers there are."""
+    digest = hashlib.sha256(f"{seed}/{module}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
 
 def _comparable(config: AdapterConfig) -> str:

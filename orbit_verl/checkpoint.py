@@ -26,7 +26,7 @@ from orbit_verl.adapter import read_peft_folder, write_peft_folder
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2
 _ADAPTER, _OPTIMIZER, _STATE = "adapter", "optimizer.safetensors", "state.json"
 
 

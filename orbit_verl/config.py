@@ -4,31 +4,47 @@ import dataclasses
 from typing import Literal
 
 from orbit_kernels.adapter import LINEAR_TARGETS, AdapterConfig
+from orbit_kernels.methods import METHODS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterSettings:
     """``orbit.adapter``: the trained part of the policy."""
 
-    type: Literal["oft"] = "oft"
-    """Kind of adapter."""
+    type: Literal["oft", "lora"] = "oft"
+    """Method: a rotation of each linear's input, or a low-rank update of its output."""
     block_size: int = 32
-    """Width of one rotation block; must divide the input width of every targeted linear."""
+    """OFT: width of one rotation block; must divide the input width of every targeted linear."""
     cayley_neumann_terms: int | None = 5
-    """Terms of the Cayley-Neumann series (peft's counting); null for the exact Cayley transform."""
+    """OFT: terms of the Cayley-Neumann series (peft's counting); null for the exact Cayley transform."""
+    rank: int = 16
+    """LoRA: rank of every update."""
+    alpha: float = 32.0
+    """LoRA: updates are scaled by alpha / rank."""
+    init_seed: int = 0
+    """LoRA: seed of the initial A; B starts at zero."""
     fused: Literal["tied", "split"] = "tied"
-    """One rotation for all parts of a fused projection (one GEMM), or one for each part."""
+    """One rotation (OFT) or one A (LoRA) for all parts of a fused projection, or one for each part."""
+    experts: Literal["each", "shared"] = "each"
+    """An adapter for each routed expert, or one that all experts of a layer share and that rotates before dispatch (OFT, tied)."""
     target_modules: tuple[str, ...] = LINEAR_TARGETS
-    """Hugging Face leaf names of the linears that carry a rotation."""
+    """Hugging Face leaf names of the linears that carry the adapter."""
     dtype: Literal["bf16", "fp32"] = "bf16"
     """Precision in which the adapter is applied and sent; the optimiser keeps fp32 masters either way."""
     init_path: str | None = None
-    """peft adapter folder to start from; null starts from the identity, that is, from the base model."""
+    """peft adapter folder to start from; null starts from the base model."""
     reference: Literal["base", "init"] = "base"
     """Reference policy of the KL terms: the base model, or the adapter that the run started from."""
 
     def __post_init__(self):
+        _one_of("orbit.adapter.type", self.type, tuple(METHODS))
         _one_of("orbit.adapter.fused", self.fused, ("tied", "split"))
+        _one_of("orbit.adapter.experts", self.experts, ("each", "shared"))
+        if self.experts == "shared" and (self.type, self.fused) != ("oft", "tied"):
+            raise ValueError(
+                f"orbit.adapter.experts=shared with type={self.type} and fused={self.fused}: one rotation of the experts' input "
+                "needs type=oft and fused=tied; set these, or experts=each"
+            )
         _one_of("orbit.adapter.dtype", self.dtype, ("bf16", "fp32"))
         _one_of("orbit.adapter.reference", self.reference, ("base", "init"))
         if isinstance(self.target_modules, str):
@@ -48,12 +64,32 @@ class AdapterSettings:
 
     def to_adapter_config(self) -> AdapterConfig:
         """The part that travels with the adapter."""
-        return AdapterConfig(
-            type=self.type,
-            block_size=self.block_size,
-            cayley_neumann_terms=self.cayley_neumann_terms,
-            target_modules=self.target_modules,
-        )
+        numbers = {field.name: getattr(self, field.name) for field in dataclasses.fields(METHODS[self.type])}
+        return AdapterConfig(method=METHODS[self.type](**numbers), target_modules=self.target_modules)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BaseSettings:
+    """``orbit.base``: how trainer and servers compute with the frozen base, as it is stored."""
+
+    activations: Literal["deployed", "none"] = "deployed"
+    """Round the inputs of FP8 and NVFP4 linears as the deployed kernel does, or read them unrounded."""
+    dequant_chunk_mb: int = 64
+    """Most memory for weights that are dequantised at one time, in MiB; experts have ``experts_per_chunk`` instead."""
+    experts_per_chunk: int = 4
+    """Experts of a mixture that are dequantised at one time."""
+
+    def __post_init__(self):
+        _one_of("orbit.base.activations", self.activations, ("deployed", "none"))
+        for name in ("dequant_chunk_mb", "experts_per_chunk"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"orbit.base.{name}={value!r}: must be a whole number of at least 1")
+
+    @property
+    def chunk_bytes(self) -> int:
+        """``dequant_chunk_mb`` in bytes."""
+        return self.dequant_chunk_mb * 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,6 +147,7 @@ class OrbitConfig:
     """All keys under ``orbit``."""
 
     adapter: AdapterSettings = dataclasses.field(default_factory=AdapterSettings)
+    base: BaseSettings = dataclasses.field(default_factory=BaseSettings)
     slots: SlotSettings = dataclasses.field(default_factory=SlotSettings)
     parity: ParitySettings = dataclasses.field(default_factory=ParitySettings)
     staleness: StalenessSettings = dataclasses.field(default_factory=StalenessSettings)

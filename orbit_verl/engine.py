@@ -18,13 +18,15 @@ from verl.workers.config import HFModelConfig, McoreOptimizerConfig
 from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
+from orbit_kernels.manifest import BaseManifest
 from orbit_kernels.wire import Adapter
 from orbit_verl import checkpoint, megatron_cpu
 from orbit_verl.adapter import TrainerAdapter, read_peft_folder
 from orbit_verl.engine_config import OrbitEngineConfig
-from orbit_verl.model import DenseArchitecture, base_digest, build_model, frozen_linears
+from orbit_verl.model.architecture import DenseArchitecture
 from orbit_verl.model.attention import as_served
-from orbit_verl.model.build import transformer_config
+from orbit_verl.model.build import build_model, transformer_config
+from orbit_verl.model.naming import adapted_linears, base_manifest
 from orbit_verl.optimizer import AdapterOptimizer, build_scheduler
 
 logger = logging.getLogger(__name__)
@@ -68,7 +70,9 @@ class OrbitEngine(MegatronEngineWithLMHead):
         settings = self.engine_config.adapter
         self._build_tf_config()
         self.module = self._build_megatron_module()
-        self.adapter = TrainerAdapter([pair for chunk in self.module for pair in frozen_linears(chunk)], settings)
+        self.adapter = TrainerAdapter(
+            [pair for chunk in self.module for pair in adapted_linears(chunk, settings)], settings
+        )
         if settings.init_path is not None:
             self.adapter.load(read_peft_folder(settings.init_path))
         self._reference = self.adapter.export() if settings.reference == "init" else None
@@ -129,9 +133,14 @@ class OrbitEngine(MegatronEngineWithLMHead):
         """Put the tensors of ``snapshot_adapter`` back; the optimiser keeps training from its own masters."""
         self.adapter.restore(snapshot)
 
+    def base_manifest(self) -> BaseManifest:
+        """Formats of the linears and digests of the live frozen tensors, as they are stored."""
+        (model,) = self.module
+        return base_manifest(model)
+
     def base_digest(self) -> str:
-        """SHA-256 over the live frozen tensors."""
-        return base_digest(self.module)
+        """SHA-256 over the manifest of the live base."""
+        return self.base_manifest().digest
 
     def save_checkpoint(
         self,
@@ -183,7 +192,8 @@ class OrbitEngine(MegatronEngineWithLMHead):
 
     def _build_megatron_module(self) -> list[torch.nn.Module]:
         device = torch.device(get_device_id())
-        return [build_model(self._architecture, self.tf_config, self.model_config.local_path, device)]
+        folder, base = self.model_config.local_path, self.engine_config.base
+        return [build_model(self._architecture, base, self.tf_config, folder, device)]
 
     def _build_optimizer(self) -> AdapterOptimizer:
         return AdapterOptimizer(self.adapter.named_parameters(), self.optimizer_config)

@@ -1,22 +1,23 @@
-"""verl's actor and engine configuration for ``trainer.strategy=orbit``: Megatron's, with the adapter's settings."""
+"""verl's actor and engine configuration for ``trainer.strategy=orbit``: Megatron's, with Orbit's settings."""
 
 import dataclasses
 
 from verl.workers.config import McoreActorConfig, McoreEngineConfig
 from verl.workers.config.engine import EngineConfig
 
-from orbit_verl.config import AdapterSettings
+from orbit_verl.config import AdapterSettings, BaseSettings
 
 
 @dataclasses.dataclass
 class OrbitEngineConfig(McoreEngineConfig):
-    """Megatron-Core's parallel layout (``actor_rollout_ref.actor.megatron``) plus the adapter.
+    """Megatron-Core's parallel layout (``actor_rollout_ref.actor.megatron``) plus adapter and base.
 
     The parameters' precision is the checkpoint's own: ``dtype`` is not used, and fp32 bases are allowed.
     """
 
     strategy: str = "orbit"
     adapter: AdapterSettings = dataclasses.field(default_factory=AdapterSettings)
+    base: BaseSettings = dataclasses.field(default_factory=BaseSettings)
 
     def __post_init__(self):
         # McoreEngineConfig.__post_init__ asserts strategy == "megatron" (verl 0.9.1, workers/config/engine.py:217).

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 from verl.plugin.platform import get_platform
 from verl.utils.config import omega_conf_to_dataclass
 
 from orbit_kernels.oft import num_blocks
 from orbit_verl.config import OrbitConfig, check_key
+from orbit_verl.model.architecture import DenseArchitecture
+from orbit_verl.model.tensors import open_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,7 @@ def resolve(config: DictConfig) -> OrbitConfig:
     _check_run(config)
     _check_widths(orbit, checkpoint)
     _check_tokenizer(config, checkpoint)
+    _check_base(config)
     return orbit
 
 
@@ -84,7 +87,7 @@ def read_model_config(config: DictConfig) -> dict[str, Any]:
     Raises:
         ValueError: the folder or the file is missing.
     """
-    path = Path(os.path.expanduser(str(config.actor_rollout_ref.model.path)))
+    path = _model_path(config)
     file = path / "config.json"
     if not file.is_file():
         raise ValueError(
@@ -92,6 +95,10 @@ def read_model_config(config: DictConfig) -> dict[str, Any]:
             "give the folder of a Hugging Face checkpoint on this machine"
         )
     return json.loads(file.read_text())
+
+
+def _model_path(config: DictConfig) -> Path:
+    return Path(os.path.expanduser(str(config.actor_rollout_ref.model.path)))
 
 
 def _keys(node: DictConfig, prefix: str) -> Iterator[str]:
@@ -118,7 +125,14 @@ def _implied_settings(config: DictConfig, orbit: OrbitConfig, checkpoint: dict[s
         Implied(f"{SGLANG}.enable_orbit_slots", None, True, "the server side of the strategy"),
         Implied(f"{SGLANG}.orbit_adapter", None, adapter.type, "orbit.adapter.type"),
         Implied(f"{SGLANG}.orbit_block_size", None, adapter.block_size, "orbit.adapter.block_size"),
+        Implied(f"{SGLANG}.orbit_rank", None, adapter.rank, "orbit.adapter.rank"),
         Implied(f"{SGLANG}.orbit_fused", None, adapter.fused, "orbit.adapter.fused"),
+        Implied(f"{SGLANG}.orbit_experts", None, adapter.experts, "orbit.adapter.experts"),
+        Implied(f"{SGLANG}.orbit_base_activations", None, orbit.base.activations, "orbit.base.activations"),
+        Implied(f"{SGLANG}.orbit_dequant_chunk_mb", None, orbit.base.dequant_chunk_mb, "orbit.base.dequant_chunk_mb"),
+        Implied(
+            f"{SGLANG}.orbit_experts_per_chunk", None, orbit.base.experts_per_chunk, "orbit.base.experts_per_chunk"
+        ),
         Implied(
             "trainer.v1.sampler.max_off_policy_threshold",
             8,
@@ -236,7 +250,9 @@ def _check_run(config: DictConfig) -> None:
 
 
 def _check_widths(orbit: OrbitConfig, checkpoint: dict[str, Any]) -> None:
-    """Refuse a block size that does not divide a targeted linear, by name."""
+    """Refuse an OFT block size that does not divide a targeted linear, by name; LoRA fits every width."""
+    if orbit.adapter.type != "oft":
+        return
     heads, hidden = checkpoint.get("num_attention_heads"), checkpoint.get("hidden_size")
     if heads is None or hidden is None:
         return  # not a plain decoder configuration: the engine refuses what it cannot build
@@ -244,6 +260,12 @@ def _check_widths(orbit: OrbitConfig, checkpoint: dict[str, Any]) -> None:
     widths = {"o_proj": heads * head_dim, "down_proj": checkpoint["intermediate_size"]}
     for target in orbit.adapter.target_modules:
         num_blocks(widths.get(target, hidden), orbit.adapter.block_size, f"orbit.adapter.block_size: {target}")
+
+
+def _check_base(config: DictConfig) -> None:
+    """Refuse a checkpoint whose files do not hold what its ``config.json`` says, tensor by tensor."""
+    path = _model_path(config)
+    open_checkpoint(DenseArchitecture.from_hf(AutoConfig.from_pretrained(path)), path)
 
 
 def _check_tokenizer(config: DictConfig, checkpoint: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from orbit_verl.parity import ParityError, parity_metrics, violations
+from orbit_verl.preflight import check_bases
 from orbit_verl.run_config import is_orbit, read_orbit_config
 from orbit_verl.samples import UNKNOWN_VERSION, VALIDATION_PARTITION, SampledTokens, sampled_versions
 from orbit_verl.sync import OrbitCheckpointManager, version_of
@@ -65,6 +66,8 @@ class OrbitTrainer(PPOTrainer):
     def _setup(self):
         super()._setup()
         self.checkpoint_manager = OrbitCheckpointManager(self.checkpoint_manager, self.orbit.slots)
+        servers = [address for manager in self._rollout_server_managers() for address in manager.get_addresses()]
+        check_bases(self.actor_rollout_wg.base_manifest(), servers, self.orbit.slots.timeout_s)
 
     def fit(self, agent_loop_manager):
         """Train; then prove that the base did not change, and leave the adapter in peft's format.

@@ -9,6 +9,7 @@ from verl.utils.device import get_device_name
 from verl.utils.distributed import initialize_global_process_group_ray
 
 import orbit_verl.engine  # noqa: F401  registers the engine with verl
+from orbit_kernels.manifest import BaseManifest
 from orbit_verl.adapter import write_peft_folder
 from orbit_verl.memory import PeakMeter, resident_bytes
 from orbit_verl.sync import version_of
@@ -58,7 +59,7 @@ class OrbitActorWorker(DetachActorWorker):
             **metrics,
             **resident_bytes(engine),
             **self._update_peak.metrics(),
-            "orbit/oft/orthogonality_error_max": engine.adapter.orthogonality_error_max(),
+            **engine.adapter.metrics(),
         }
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -71,6 +72,11 @@ class OrbitActorWorker(DetachActorWorker):
     def base_digest(self) -> str:
         """SHA-256 over this rank's frozen tensors."""
         return self.actor.engine.base_digest()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def base_manifest(self) -> BaseManifest:
+        """Formats and digests of this rank's frozen tensors."""
+        return self.actor.engine.base_manifest()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_adapter(self, folder: str) -> None:

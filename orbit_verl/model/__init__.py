@@ -1,7 +1,4 @@
-"""The frozen base model: a Hugging Face checkpoint as a Megatron-Core GPTModel, on CPU and GPU alike."""
+"""The frozen base model: a Hugging Face checkpoint as a Megatron-Core GPTModel, on CPU and GPU alike.
 
-from orbit_verl.model.architecture import DenseArchitecture
-from orbit_verl.model.build import build_model
-from orbit_verl.model.naming import base_digest, frozen_linears, named_tensors
-
-__all__ = ["DenseArchitecture", "base_digest", "build_model", "frozen_linears", "named_tensors"]
+Nothing is imported here: `architecture` and `tensors` also serve checks that run before Megatron-Core is loaded.
+"""

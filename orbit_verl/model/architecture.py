@@ -1,4 +1,4 @@
-"""What a Hugging Face configuration says about a dense decoder, or a refusal that names the field."""
+"""What a Hugging Face configuration says about a decoder, or a refusal that names the field."""
 
 import dataclasses
 from typing import Any
@@ -6,8 +6,17 @@ from typing import Any
 import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
 
-_ROTARY = {"LlamaForCausalLM": LlamaRotaryEmbedding, "Qwen3ForCausalLM": Qwen3RotaryEmbedding}
+from orbit_kernels.formats import BaseScheme, read_base_scheme
+
+_ROTARY = {
+    "LlamaForCausalLM": LlamaRotaryEmbedding,
+    "Qwen3ForCausalLM": Qwen3RotaryEmbedding,
+    "Qwen3MoeForCausalLM": Qwen3MoeRotaryEmbedding,
+}
+_QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+_MOE = ("Qwen3MoeForCausalLM",)
 _ROPE_TYPES = ("default", "llama3")
 _DTYPES = (torch.bfloat16, torch.float32)
 
@@ -19,13 +28,31 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "attention_dropout": (0, None),
     "pretraining_tp": (1, None),
     "sliding_window": (None,),
-    "quantization_config": (None,),
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MixtureOfExperts:
+    """The layers whose MLP is a choice of experts.
+
+    Args:
+        layers: their numbers.
+        num_experts: experts of each.
+        top_k: experts of a token.
+        ffn_size: width of one expert.
+        normalized: whether a token's weights are scaled to a sum of one.
+    """
+
+    layers: frozenset[int]
+    num_experts: int
+    top_k: int
+    ffn_size: int
+    normalized: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DenseArchitecture:
-    """A dense decoder with grouped-query attention, SwiGLU and rotary positions (Qwen3, Llama).
+    """A decoder with grouped-query attention, SwiGLU and rotary positions (Qwen3, Qwen3-MoE, Llama).
 
     Args:
         num_layers, hidden_size, ffn_size, vocab_size, max_positions: as in the checkpoint.
@@ -35,7 +62,9 @@ class DenseArchitecture:
         norm_eps: epsilon of every RMSNorm.
         qk_norm: whether queries and keys are normalised per head (Qwen3).
         tied_embeddings: whether the head is the embedding matrix.
-        dtype: of the checkpoint, bfloat16 or float32.
+        dtype: of the activations and of what is not quantised, bfloat16 or float32.
+        base: the format in which each linear is stored.
+        moe: experts in place of the MLP in some layers, None in a dense model.
         inv_freq: rotary inverse frequencies, fp32 [head_dim / 2], scaling included.
     """
 
@@ -51,6 +80,8 @@ class DenseArchitecture:
     qk_norm: bool
     tied_embeddings: bool
     dtype: torch.dtype
+    base: BaseScheme
+    moe: MixtureOfExperts | None
     inv_freq: torch.Tensor
 
     @classmethod
@@ -58,7 +89,7 @@ class DenseArchitecture:
         """Read a transformers configuration.
 
         Raises:
-            ValueError: the architecture, or a field that changes the mathematics, is not supported.
+            ValueError: the architecture, a quantisation, or a field that changes the mathematics is not supported.
         """
         architecture = _architecture(hf_config)
         _check_fields(hf_config)
@@ -72,11 +103,27 @@ class DenseArchitecture:
             num_kv_heads=hf_config.num_key_value_heads,
             head_dim=hf_config.head_dim,
             norm_eps=hf_config.rms_norm_eps,
-            qk_norm=architecture == "Qwen3ForCausalLM",
+            qk_norm=architecture in _QK_NORM,
             tied_embeddings=bool(hf_config.tie_word_embeddings),
             dtype=_dtype(hf_config),
+            base=read_base_scheme(hf_config.to_dict()),
+            moe=_moe(hf_config) if architecture in _MOE else None,
             inv_freq=_ROTARY[architecture](hf_config).inv_freq.float(),
         )
+
+
+def _moe(hf_config: Any) -> MixtureOfExperts:
+    """Layers have experts by transformers' rule (Qwen3MoeDecoderLayer)."""
+    dense, step = hf_config.mlp_only_layers or (), hf_config.decoder_sparse_step
+    return MixtureOfExperts(
+        layers=frozenset(
+            layer for layer in range(hf_config.num_hidden_layers) if layer not in dense and (layer + 1) % step == 0
+        ),
+        num_experts=hf_config.num_experts,
+        top_k=hf_config.num_experts_per_tok,
+        ffn_size=hf_config.moe_intermediate_size,
+        normalized=hf_config.norm_topk_prob,
+    )
 
 
 def _architecture(hf_config: Any) -> str:
@@ -90,9 +137,7 @@ def _check_fields(hf_config: Any) -> None:
     for field, neutral in _NEUTRAL_VALUES.items():
         value = getattr(hf_config, field, None)
         if value not in neutral:
-            raise ValueError(
-                f"{field}={value!r}: only {neutral[0]!r} is implemented for dense models; use another checkpoint"
-            )
+            raise ValueError(f"{field}={value!r}: only {neutral[0]!r} is implemented; use another checkpoint")
     layer_types = set(getattr(hf_config, "layer_types", None) or ["full_attention"])
     if layer_types != {"full_attention"}:
         raise ValueError(f"layer_types={sorted(layer_types)}: only full_attention is implemented")

@@ -16,18 +16,33 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from orbit_kernels.checkpoint import HFCheckpoint
+from orbit_kernels.experts import ChunkBuffer
+from orbit_verl.config import BaseSettings
 from orbit_verl.model.architecture import DenseArchitecture
 from orbit_verl.model.attention import CausalAttention
-from orbit_verl.model.checkpoint import HFCheckpoint
 from orbit_verl.model.linear import FrozenLinear, FrozenQKVLinear
 from orbit_verl.model.modules import FrozenGPTModel, RMSNorm, residual_sum
-from orbit_verl.model.naming import named_tensors
+from orbit_verl.model.moe import FrozenExpert, FrozenMoE, FrozenRouter
+from orbit_verl.model.naming import frozen_linears, named_tensors, plain_tensors
+from orbit_verl.model.tensors import (
+    ATTENTION_OUT,
+    EXPERTS,
+    GATE_UP,
+    MLP_OUT,
+    QKV,
+    expected_tensors,
+    fused_format,
+    has_experts,
+    linear_shapes,
+    open_checkpoint,
+)
 
 logger = logging.getLogger(__name__)
 
 
 def transformer_config(architecture: DenseArchitecture, overrides: Mapping[str, Any]) -> TransformerConfig:
-    """Megatron-Core's configuration of a frozen dense decoder.
+    """Megatron-Core's configuration of a frozen decoder.
 
     Args:
         architecture: the model.
@@ -47,22 +62,28 @@ def transformer_config(architecture: DenseArchitecture, overrides: Mapping[str, 
 
 
 def build_model(
-    architecture: DenseArchitecture, config: TransformerConfig, folder: str | Path, device: torch.device
+    architecture: DenseArchitecture,
+    base: BaseSettings,
+    config: TransformerConfig,
+    folder: str | Path,
+    device: torch.device,
 ) -> FrozenGPTModel:
-    """The model on ``device`` with the checkpoint's weights; nothing is allocated before the checkpoint is checked.
+    """The model on ``device`` with the checkpoint's tensors; nothing is allocated before the checkpoint is checked.
 
     Raises:
-        ValueError: the folder is missing, or a tensor is missing, superfluous, of another shape, or would lose bits.
+        ValueError: ``open_checkpoint`` refuses the folder.
     """
-    checkpoint = HFCheckpoint(folder)
+    architecture = dataclasses.replace(architecture, dtype=config.params_dtype)
+    checkpoint = open_checkpoint(architecture, folder)
     with torch.device("meta"):
-        model = _empty_model(architecture, config)
-    expected = {name: tensor.shape for name, tensor in named_tensors(model)}
-    checkpoint.check(expected, optional=frozenset({"lm_head.weight"} if architecture.tied_embeddings else ()))
+        model = _empty_model(architecture, base, config)
+    assert {name: tuple(tensor.shape) for name, tensor in named_tensors(model)} == {
+        name: spec.shape for name, spec in expected_tensors(architecture).items()
+    }
     model = model.to_empty(device=device).requires_grad_(False)
     model.rotary_pos_emb.inv_freq = architecture.inv_freq.to(device)
     _load(model, checkpoint)
-    logger.info("loaded %d frozen tensors from %s as %s", len(expected), folder, config.params_dtype)
+    logger.info("loaded the frozen base from %s, activations in %s", folder, config.params_dtype)
     return model
 
 
@@ -97,26 +118,22 @@ def _base_fields(architecture: DenseArchitecture) -> dict[str, Any]:
     }
 
 
-def _block_spec(architecture: DenseArchitecture) -> TransformerBlockSubmodules:
-    layers = [_layer_spec(architecture)] * architecture.num_layers
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
-
-
-def _layer_spec(architecture: DenseArchitecture) -> ModuleSpec:
-    kv_rows = architecture.num_kv_heads * architecture.head_dim
-    q_rows = architecture.num_heads * architecture.head_dim
+def _layer_spec(architecture: DenseArchitecture, base: BaseSettings, buffer: ChunkBuffer, layer: int) -> ModuleSpec:
+    prefix = f"model.layers.{layer}"
+    linear = partial(_linear, architecture, base)
     norm = RMSNorm if architecture.qk_norm else None
     attention = SelfAttentionSubmodules(
-        linear_qkv=partial(FrozenQKVLinear, parts={"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}),
+        linear_qkv=linear(FrozenQKVLinear, f"{prefix}.self_attn", QKV),
         core_attention=CausalAttention,
-        linear_proj=partial(FrozenLinear, parts={"o_proj": architecture.hidden_size}),
+        linear_proj=linear(FrozenLinear, f"{prefix}.self_attn", ATTENTION_OUT),
         q_layernorm=norm,
         k_layernorm=norm,
     )
-    mlp = MLPSubmodules(
-        linear_fc1=partial(FrozenLinear, parts={"gate_proj": architecture.ffn_size, "up_proj": architecture.ffn_size}),
-        linear_fc2=partial(FrozenLinear, parts={"down_proj": architecture.hidden_size}),
-    )
+    if has_experts(architecture, layer):
+        mlp = _moe(architecture, base, buffer, layer)
+    else:
+        fc1, fc2 = (linear(FrozenLinear, f"{prefix}.mlp", parts) for parts in (GATE_UP, MLP_OUT))
+        mlp = partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2))
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -126,16 +143,47 @@ def _layer_spec(architecture: DenseArchitecture) -> ModuleSpec:
             ),
             self_attn_bda=residual_sum,
             pre_mlp_layernorm=RMSNorm,
-            mlp=partial(MLP.as_mlp_submodule, submodules=mlp),
+            mlp=mlp,
             mlp_bda=residual_sum,
         ),
     )
 
 
-def _empty_model(architecture: DenseArchitecture, config: TransformerConfig) -> FrozenGPTModel:
+def _linear(
+    architecture: DenseArchitecture, base: BaseSettings, kind: type[FrozenLinear], parent: str, parts: tuple[str, ...]
+) -> partial:
+    shapes = linear_shapes(architecture, parent)
+    rows = {part: shapes[part][0] for part in parts}
+    return partial(kind, parts=rows, weight_format=fused_format(architecture, parent, parts), base=base)
+
+
+def _moe(architecture: DenseArchitecture, base: BaseSettings, buffer: ChunkBuffer, layer: int) -> partial:
+    moe, hidden = architecture.moe, architecture.hidden_size
+
+    def expert(index: int) -> FrozenExpert:
+        parent = f"model.layers.{layer}{EXPERTS}{index}"
+        gate_up, down = (_linear(architecture, base, FrozenLinear, parent, parts) for parts in (GATE_UP, MLP_OUT))
+        return FrozenExpert(
+            gate_up(hidden, len(GATE_UP) * moe.ffn_size, bias=False), down(moe.ffn_size, hidden, bias=False)
+        )
+
+    router = partial(
+        FrozenRouter,
+        num_experts=moe.num_experts,
+        hidden_size=hidden,
+        top_k=moe.top_k,
+        normalized=moe.normalized,
+        dtype=architecture.dtype,
+    )
+    return partial(FrozenMoE, router=router, expert=expert, num_experts=moe.num_experts, base=base, buffer=buffer)
+
+
+def _empty_model(architecture: DenseArchitecture, base: BaseSettings, config: TransformerConfig) -> FrozenGPTModel:
+    buffer = ChunkBuffer(base.experts_per_chunk)
+    layers = [_layer_spec(architecture, base, buffer, layer) for layer in range(architecture.num_layers)]
     return FrozenGPTModel(
         config=config,
-        transformer_layer_spec=_block_spec(architecture),
+        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
         vocab_size=architecture.vocab_size,
         max_sequence_length=architecture.max_positions,
         share_embeddings_and_output_weights=architecture.tied_embeddings,
@@ -145,14 +193,14 @@ def _empty_model(architecture: DenseArchitecture, config: TransformerConfig) -> 
 
 @torch.no_grad()
 def _load(model: FrozenGPTModel, checkpoint: HFCheckpoint) -> None:
-    for name, target in named_tensors(model):
-        source = checkpoint.tensor(name)
-        if torch.promote_types(source.dtype, target.dtype) != target.dtype:
-            raise ValueError(
-                f"{name}: stored as {source.dtype}, but the model's dtype is {target.dtype}, which would lose bits; "
-                "set the dtype in config.json to the stored one"
-            )
-        target.copy_(source)
+    for name, target in plain_tensors(model):
+        target.copy_(checkpoint.tensor(name))
+    for prefix, linear in frozen_linears(model):
+        for part, stored in linear.stored_parts().items():
+            module = f"{prefix}.{part}"
+            tensors = checkpoint.stored_weight(module, stored.format, stored.rows, stored.columns)
+            for leaf, target in stored.tensors.items():
+                target.copy_(tensors[leaf])
     if model.share_embeddings_and_output_weights and "lm_head.weight" in checkpoint:
         head, embedding = checkpoint.tensor("lm_head.weight"), checkpoint.tensor("model.embed_tokens.weight")
         if not torch.equal(head, embedding):

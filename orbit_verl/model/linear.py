@@ -1,36 +1,31 @@
-"""Linears of the frozen base: the weight never has a gradient, the adapter sits on the input.
+"""Linears of the frozen base: held as they are stored, dequantised on use, never trained; an adapter sits on them.
 
 Dimension suffixes: S sequence, B batch, T tokens (S * B), I input width, O output width.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from orbit_kernels.formats import Bf16Format, WeightFormat
+from orbit_kernels.frozen import Activations, StoredWeight, frozen_matmul
+from orbit_verl.config import BaseSettings
+from orbit_verl.model.adapters import LinearAdapter
 
-class _FrozenMatmul(torch.autograd.Function):
-    """``x W^T`` whose backward forms the gradient of ``x`` only; saves no activation."""
+
+class _FusedInput(torch.autograd.Function):
+    """The input that the deployed kernel feeds the GEMM of fused linears; the identity in backward."""
 
     @staticmethod
-    def forward(ctx, x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(weight_OI)
-        return nn.functional.linear(x_TI, weight_OI)
+    def forward(ctx, x_TI: torch.Tensor, fused: Sequence[StoredWeight]) -> torch.Tensor:
+        quantised_TI = fused[0].format.model_input(x_TI, [part.tensors for part in fused])
+        return x_TI.view_as(x_TI) if quantised_TI is x_TI else quantised_TI
 
     @staticmethod
-    def backward(ctx, grad_TO: torch.Tensor):
-        (weight_OI,) = ctx.saved_tensors
-        return grad_TO @ weight_OI, None
-
-
-def frozen_matmul(x_SBI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-    """``x W^T`` [S, B, O] in the dtype of ``x``; only ``x`` receives a gradient.
-
-    Activations are flattened to two dimensions, as the server has them: torch picks its GEMM by shape and strides, and
-    two GEMMs may differ in the last bit.
-    """
-    return _FrozenMatmul.apply(x_SBI.flatten(0, 1), weight_OI).unflatten(0, x_SBI.shape[:2])
+    def backward(ctx, grad_TI: torch.Tensor):
+        return grad_TI, None
 
 
 class FrozenHead(nn.Module):
@@ -46,20 +41,64 @@ class FrozenHead(nn.Module):
 
     def forward(self, x_SBI: torch.Tensor, weight: torch.Tensor | None = None, **_megatron: Any):
         """Logits [S, B, vocabulary] of this or the given weight, and Megatron-Core's absent bias."""
-        return frozen_matmul(x_SBI, self.weight if weight is None else weight), None
+        weight = self.weight if weight is None else weight
+        stored = StoredWeight(
+            format=Bf16Format(dtype=weight.dtype),
+            rows=weight.shape[0],
+            columns=weight.shape[1],
+            tensors={"weight": weight},
+        )
+        y_TO = frozen_matmul(x_SBI.flatten(0, 1), [stored], chunk_bytes=0, activations="none")
+        return y_TO.unflatten(0, x_SBI.shape[:2]), None
+
+
+class StoredStack(nn.Module):
+    """Buffers with one or more parts in one format, stacked by rows.
+
+    Args:
+        weight_format: of the parts.
+        parts: rows of each part, by leaf name.
+        columns: I.
+    """
+
+    def __init__(self, weight_format: WeightFormat, parts: Mapping[str, int], columns: int):
+        super().__init__()
+        self._format, self._parts, self._columns = weight_format, dict(parts), columns
+        for leaf, spec in weight_format.specs(sum(parts.values()), columns).items():
+            self.register_buffer(leaf, torch.empty(spec.shape, dtype=spec.dtype))
+
+    def whole(self) -> StoredWeight:
+        """All parts as one weight, on the buffers themselves."""
+        return self._stored(sum(self._parts.values()), dict(self.named_buffers()))
+
+    def by_part(self) -> dict[str, StoredWeight]:
+        """Each part's weight, on views of the buffers."""
+        whole, start, weights = self.whole(), 0, {}
+        for part, rows in self._parts.items():
+            alone = len(self._parts) == 1
+            tensors = whole.tensors if alone else self._format.shard_rows(whole.tensors, start, start + rows)
+            weights[part] = self._stored(rows, tensors)
+            start += rows
+        return weights
+
+    def _stored(self, rows: int, tensors: Mapping[str, torch.Tensor]) -> StoredWeight:
+        return StoredWeight(format=self._format, rows=rows, columns=self._columns, tensors=tensors)
 
 
 class FrozenLinear(nn.Module):
     """One or more frozen linears that read the same input, in Megatron-Core's calling convention.
 
-    The parts' weights are stacked in one buffer [O, I] in their Hugging Face order, as SGLang stacks them, so the base
-    and a shared rotation need one GEMM. The whole weight lives on every rank (no tensor parallelism).
+    The parts are multiplied as one, stacked by rows in their Hugging Face order, as SGLang stacks them, so the base and a
+    shared rotation need one GEMM. Packed parts keep tensors of their own, since scale blocks and global scales end with
+    a part; plain ones share one buffer, so that their GEMM needs no copy. The whole weight lives on every rank (no tensor
+    parallelism).
 
     Args:
         input_size: I.
         output_size: O, the sum of the parts' rows.
-        config: Megatron-Core's configuration; ``params_dtype`` is the weight's dtype.
         parts: rows of each part, by the Hugging Face leaf name.
+        weight_format: how all parts are stored.
+        base: how they are computed with.
         bias: always False; biased linears are refused with the checkpoint's configuration.
     """
 
@@ -69,49 +108,62 @@ class FrozenLinear(nn.Module):
         output_size: int,
         /,
         *,
-        config: Any,
         parts: Mapping[str, int],
+        weight_format: WeightFormat,
+        base: BaseSettings,
         bias: bool,
         **_megatron: Any,
     ):
         super().__init__()
         assert not bias and sum(parts.values()) == output_size
-        self.parts = dict(parts)
-        self.register_buffer("weight", torch.empty(output_size, input_size, dtype=config.params_dtype))
-        self.rotations = nn.ModuleList()
+        self.parts, self.input_size, self._base = dict(parts), input_size, base
+        plain = isinstance(weight_format, Bf16Format)
+        stacks = [self.parts] if plain else [{part: rows} for part, rows in self.parts.items()]
+        self.stacks = nn.ModuleList(StoredStack(weight_format, stack, input_size) for stack in stacks)
+        self.adapter: LinearAdapter | None = None
         self.adapter_enabled = True
 
     @property
-    def input_size(self) -> int:
-        """Width of the input, and of a rotation."""
-        return self.weight.shape[1]
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.stacks[0].buffers()).device
 
-    def part_weights(self) -> dict[str, torch.Tensor]:
-        """The parts' weights [rows, I] by leaf name, as views of the buffer."""
-        return dict(zip(self.parts, self.weight.split(list(self.parts.values())), strict=True))
-
-    def attach_shared(self, rotation: nn.Module) -> None:
-        """Put one rotation on the input of all parts."""
-        self.rotations = nn.ModuleList([rotation])
-
-    def attach_per_part(self, rotations: Mapping[str, nn.Module]) -> None:
-        """Put a rotation on each named part; the others read the plain input."""
-        self.rotations = nn.ModuleList([rotations.get(part, nn.Identity()) for part in self.parts])
+    def stored_parts(self) -> dict[str, StoredWeight]:
+        """The parts as they are stored, by leaf name, on views of the buffers."""
+        return {part: weight for stack in self.stacks for part, weight in stack.by_part().items()}
 
     def forward(self, x_SBI: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Outputs of all parts side by side [S, B, O] in the input's dtype, and Megatron-Core's absent bias."""
         return self._arrange(self._product(x_SBI)), None
 
     def _product(self, x_SBI: torch.Tensor) -> torch.Tensor:
-        if not self.adapter_enabled or not self.rotations:
-            return frozen_matmul(x_SBI, self.weight)
-        if len(self.rotations) == 1:
-            return frozen_matmul(self.rotations[0](x_SBI), self.weight)
+        weights = [stack.whole() for stack in self.stacks]
+        if self.adapter is None or not self.adapter_enabled:
+            return self._multiply(x_SBI, weights, self._base.activations)
+        inputs = self.adapter.inputs(x_SBI)
+        if len(inputs) == 1:
+            return self.adapter.output(x_SBI, self._multiply(inputs[0], weights, self._base.activations))
         outputs = [
-            frozen_matmul(rotation(x_SBI), weight)
-            for rotation, weight in zip(self.rotations, self.part_weights().values(), strict=True)
+            self._multiply(self._as_deployed(part_input, weights), [part], "none")
+            for part_input, part in zip(inputs, self.stored_parts().values(), strict=True)
         ]
-        return torch.cat(outputs, dim=-1)
+        return self.adapter.output(x_SBI, torch.cat(outputs, dim=-1))
+
+    def _as_deployed(self, x_SBI: torch.Tensor, weights: Sequence[StoredWeight]) -> torch.Tensor:
+        """A part's own input as the fused kernel reads it, whose static scale is one for all parts."""
+        if self._base.activations == "none":
+            return x_SBI
+        return _FusedInput.apply(x_SBI.flatten(0, 1), weights).unflatten(0, x_SBI.shape[:2])
+
+    def _multiply(self, x_SBI: torch.Tensor, weights: Sequence[StoredWeight], activations: Activations) -> torch.Tensor:
+        """``x W^T``.
+
+        Activations are flattened to two dimensions, as the server has them: torch picks its GEMM by shape and strides,
+        and two GEMMs may differ in the last bit.
+        """
+        chunk_bytes = self._base.chunk_bytes
+        y_TO = frozen_matmul(x_SBI.flatten(0, 1), weights, chunk_bytes=chunk_bytes, activations=activations)
+        return y_TO.unflatten(0, x_SBI.shape[:2])
 
     def _arrange(self, y_SBO: torch.Tensor) -> torch.Tensor:
         return y_SBO

@@ -2,39 +2,58 @@
 
 import copy
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
+import safetensors.torch
+import torch
 import verl.trainer.main_ppo  # noqa: F401  loads verl and with it the plugin
 import yaml
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
+from transformers import Qwen3Config, Qwen3ForCausalLM
 from verl.utils.config import omega_conf_to_dataclass
 
-from orbit_verl.config import AdapterSettings, OrbitConfig
+from orbit_kernels.formats import Int4Format
+from orbit_kernels.formats.scheme.write import quantization_config
+from orbit_kernels.methods import LoRAMethod
+from orbit_verl.config import AdapterSettings, BaseSettings, OrbitConfig
 from orbit_verl.engine_config import OrbitActorConfig
 from orbit_verl.run_config import is_orbit, resolve
 from recipes.tiny_arithmetic.tokenizer import build_tokenizer
 
-MODEL = {
-    "model_type": "qwen3",
-    "vocab_size": 64,
-    "dtype": "float32",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-}
 BASICS = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4", "trainer.nnodes=1")
 
 
+@pytest.fixture(scope="module")
+def saved_model(tmp_path_factory) -> Path:
+    """A random Qwen3 of one layer in fp32 with its tokeniser."""
+    folder = tmp_path_factory.mktemp("model")
+    config = Qwen3Config(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    build_tokenizer(64).save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    build_tokenizer(64).save_pretrained(tmp_path)
-    return tmp_path
+def model(saved_model: Path, tmp_path: Path) -> Path:
+    """A copy that the test may change."""
+    return shutil.copytree(saved_model, tmp_path / "model")
+
+
+def edit_config(model: Path, **fields) -> None:
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
 def compose_run(*overrides: str, strategy: str = "trainer.strategy=orbit"):
@@ -78,7 +97,9 @@ def test_everything_that_follows_is_filled_in(run_config):
     assert config.actor_rollout_ref.hybrid_engine is False
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     assert isinstance(actor, OrbitActorConfig) and actor.engine.strategy == "orbit"
-    assert actor.engine.adapter == AdapterSettings()
+    assert actor.engine.adapter == AdapterSettings() and actor.engine.base == BaseSettings()
+    assert rollout.engine_kwargs.sglang.orbit_base_activations == "deployed"
+    assert rollout.engine_kwargs.sglang.orbit_dequant_chunk_mb == 64
 
 
 def test_resolving_twice_changes_nothing(run_config):
@@ -101,9 +122,13 @@ def test_defaults_are_those_of_the_dataclasses(run_config):
 
 
 def test_unknown_key_is_refused(run_config):
-    with pytest.raises(ValueError, match="orbit.adapter.rnak: unknown key; the keys of orbit.adapter are block_size"):
+    with pytest.raises(
+        ValueError, match="orbit.adapter.rnak: unknown key; the keys of orbit.adapter are alpha, block_size"
+    ):
         compose_run("orbit.adapter.rnak=8")
-    with pytest.raises(ValueError, match="orbit.adapter.rnak: unknown key; the keys of orbit.adapter are block_size"):
+    with pytest.raises(
+        ValueError, match="orbit.adapter.rnak: unknown key; the keys of orbit.adapter are alpha, block_size"
+    ):
         resolve(run_config("+orbit.adapter.rnak=8"))
 
 
@@ -113,9 +138,12 @@ def test_unknown_key_is_refused(run_config):
         ("orbit.adapter.block_size=40", "q_proj: width 64 is not a multiple of the OFT block size 40"),
         ("orbit.adapter.block_size=64", "down_proj: width 96 is not a multiple of the OFT block size 64"),
         ("orbit.adapter.block_size=1", "block_size 1: must be an integer of at least 2"),
-        ("orbit.adapter.type=lora", "only 'oft' is implemented"),
+        ("orbit.adapter.type=boft", "must be one of oft, lora"),
+        ("orbit.adapter.target_modules=[q_proj,lm_head]", "tied to the embeddings shares their matrix"),
         ("orbit.adapter.fused=both", "must be one of tied, split"),
         ("orbit.adapter.reference=init", "set init_path"),
+        ("orbit.base.activations=fp8", "must be one of deployed, none"),
+        ("orbit.base.dequant_chunk_mb=0", "must be a whole number of at least 1"),
         ("orbit.slots.inflight=abort", "must be one of finish, switch"),
         ("orbit.slots.timeout_s=0", "must be greater than 0"),
         ("orbit.parity.max_mean=-1", "must be greater than 0"),
@@ -136,6 +164,19 @@ def test_what_cannot_work_is_refused_with_the_fix(run_config, override, message)
         resolve(run_config(override))
 
 
+def test_a_lora_run_tells_its_servers(run_config):
+    config = run_config("orbit.adapter.type=lora", "orbit.adapter.rank=8", "orbit.adapter.block_size=40")
+    orbit = resolve(config)
+    assert orbit.adapter.to_adapter_config().method == LoRAMethod(rank=8, alpha=32)
+    sglang = config.actor_rollout_ref.rollout.engine_kwargs.sglang
+    assert (sglang.orbit_adapter, sglang.orbit_rank, sglang.orbit_fused) == ("lora", 8, "tied")
+
+
+def test_a_lora_rank_below_one_is_refused(run_config):
+    with pytest.raises(ValueError, match="orbit.adapter: rank 0: must be an integer of at least 1"):
+        resolve(run_config("orbit.adapter.type=lora", "orbit.adapter.rank=0"))
+
+
 def test_parallel_layouts_that_do_not_exist_yet_are_refused(run_config):
     config = run_config("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2")
     with pytest.raises(Exception, match="tensor parallel size 2: not implemented yet"):
@@ -143,13 +184,46 @@ def test_parallel_layouts_that_do_not_exist_yet_are_refused(run_config):
 
 
 def test_wrong_tokenisers_are_refused(run_config, model):
-    (model / "config.json").write_text(json.dumps({**MODEL, "vocab_size": 16}))
+    edit_config(model, vocab_size=16)
     with pytest.raises(ValueError, match="has 32 tokens, the model 16: it belongs to another model"):
         resolve(run_config())
-    (model / "config.json").write_text(json.dumps(MODEL))
+    edit_config(model, vocab_size=64)
     (model / "chat_template.jinja").unlink()
     with pytest.raises(ValueError, match="no chat template"):
         resolve(run_config())
     (model / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match="no tokeniser can be loaded"):
+        resolve(run_config())
+
+
+def test_checkpoints_that_do_not_hold_what_they_say_are_refused(run_config, model):
+    edit_config(model, intermediate_size=128)
+    with pytest.raises(ValueError, match=r"mlp.up_proj.weight: shape \(96, 64\), expected \(128, 64\)"):
+        resolve(run_config())
+    edit_config(model, intermediate_size=96)
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(ValueError, match="model.safetensors: truncated, the bytes of these tensors are missing: model"):
+        resolve(run_config())
+    file.unlink()
+    with pytest.raises(ValueError, match="safetensors not found"):
+        resolve(run_config())
+
+
+def test_scales_of_a_quantised_checkpoint_are_checked(run_config, model):
+    """The kind of field-cases #42 and #44: what no weight can have is refused by name before Ray starts."""
+    weight_format = Int4Format(group_size=32, scale_dtype=torch.float32)
+    tensors = safetensors.torch.load_file(model / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        stored = weight_format.quantize(tensors.pop(name))
+        tensors |= {f"{name.removesuffix('weight')}{leaf}": tensor for leaf, tensor in stored.items()}
+    edit_config(model, quantization_config=quantization_config(weight_format, ["lm_head"]))
+    safetensors.torch.save_file(tensors, model / "model.safetensors")
+    resolve(run_config())
+    tensors["model.layers.0.mlp.up_proj.weight_scale"][3, 1] = torch.nan
+    safetensors.torch.save_file(tensors, model / "model.safetensors")
+    with pytest.raises(ValueError, match="model.layers.0.mlp.up_proj.weight_scale: 1 of 192 scales are NaN"):
+        resolve(run_config())
+    edit_config(model, quantization_config={"quant_method": "awq"})
+    with pytest.raises(ValueError, match="quant_method is 'awq'"):
         resolve(run_config())

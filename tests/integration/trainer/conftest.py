@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from quantized import quantize, weight_format
 from trainer_support import write_checkpoint
 
 sys.path.append(str(Path(__file__).parents[1] / "server"))
@@ -30,3 +31,17 @@ def checkpoints(tmp_path_factory):
         for kind in ("qwen3", "llama")
         for dtype in (torch.float32, torch.bfloat16)
     }
+
+
+@pytest.fixture(scope="session")
+def quantized(checkpoints, tmp_path_factory):
+    """Folder of a quantised tiny checkpoint by kind, format and dtype; each is made once and must not be changed."""
+    made = {}
+
+    def get(kind: str, name: str, dtype: torch.dtype) -> Path:
+        if (kind, name, dtype) not in made:
+            folder = tmp_path_factory.mktemp("quantized") / "model"
+            made[kind, name, dtype] = quantize(checkpoints[kind, dtype], weight_format(name, dtype), folder)
+        return made[kind, name, dtype]
+
+    return get

@@ -12,17 +12,31 @@ from trainer_support import (
     max_difference,
     nll,
     randomise,
+    reference_gradients,
     reference_log_probs,
-    reference_nll,
     sequences,
+    tensors_that_share,
     train_step,
 )
 
 from orbit_kernels.adapter import tensor_name
+from orbit_kernels.methods import OFTMethod
 from orbit_kernels.wire import Adapter
-from orbit_verl.adapter import OFTRotation, read_peft_folder, write_peft_folder
+from orbit_verl.adapter import read_peft_folder, write_peft_folder
+from orbit_verl.model.naming import frozen_linears
 
 FP32, BF16 = torch.float32, torch.bfloat16
+METHODS = {
+    "oft": {"type": "oft", "block_size": 16},
+    "oft3": {"type": "oft", "block_size": 16, "cayley_neumann_terms": 3},
+    "cayley": {"type": "oft", "block_size": 16, "cayley_neumann_terms": None},
+    "lora": {"type": "lora", "rank": 4, "alpha": 6},
+}
+
+
+@pytest.fixture(params=("oft", "lora"))
+def method(request):
+    return METHODS[request.param]
 
 
 def peft_model(engine, path, folder):
@@ -31,13 +45,13 @@ def peft_model(engine, path, folder):
     return PeftModel.from_pretrained(load_reference(path, FP32), str(folder), is_trainable=True)
 
 
-@pytest.mark.parametrize("terms", (5, 3, None), ids=("neumann5", "neumann3", "cayley"))
+@pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("fused", ("tied", "split"))
 @pytest.mark.parametrize("kind", ("qwen3", "llama"))
-def test_exported_adapter_gives_the_same_log_probs_in_peft(checkpoints, tmp_path, kind, fused, terms):
+def test_exported_adapter_gives_the_same_log_probs_in_peft(checkpoints, tmp_path, kind, fused, name):
     """field-cases #37: the Cayley mode is part of the adapter and peft honours it."""
     path, tokens = checkpoints[kind, FP32], sequences()
-    engine = make_engine(path, fused=fused, cayley_neumann_terms=terms)
+    engine = make_engine(path, fused=fused, **METHODS[name])
     base = log_probs(engine, tokens)
     randomise(engine)
     ours = log_probs(engine, tokens)
@@ -50,17 +64,15 @@ def test_exported_adapter_gives_the_same_log_probs_in_peft(checkpoints, tmp_path
 @pytest.mark.parametrize("packed", (True, False), ids=("packed", "padded"))
 @pytest.mark.parametrize("fused", ("tied", "split"))
 @pytest.mark.parametrize("kind", ("qwen3", "llama"))
-def test_gradients_equal_autograd_through_peft(checkpoints, tmp_path, kind, fused, packed):
+def test_gradients_equal_autograd_through_peft(checkpoints, tmp_path, kind, fused, packed, method):
     path, tokens = checkpoints[kind, FP32], sequences()
-    engine = make_engine(path, fused=fused, packed=packed)
+    engine = make_engine(path, fused=fused, packed=packed, **method)
     randomise(engine)
     with engine.train_mode(zero_grad_on_exit=False):
         engine.forward_backward_batch(make_batch(tokens), nll)
     ours = engine.optimizer.gradients()
 
-    model = peft_model(engine, path, tmp_path / "adapter")
-    reference_nll(model, tokens).backward()
-    theirs = {name.replace(".default", ""): p.grad for name, p in model.named_parameters() if p.requires_grad}
+    theirs = reference_gradients(peft_model(engine, path, tmp_path / "adapter"), tokens)
 
     assert ours.keys() == engine.adapter.named_parameters().keys()
     for name, gradient in ours.items():
@@ -69,24 +81,45 @@ def test_gradients_equal_autograd_through_peft(checkpoints, tmp_path, kind, fuse
         assert (gradient - expected).norm() <= 1e-5 * expected.norm()  # measured 1.4e-6
 
 
-def tensors_that_share(name, fused):
-    """peft's tensors whose gradients add up to that of one trained tensor."""
-    groups = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-    for group in groups if fused == "tied" else ():
-        if f".{group[0]}." in name:
-            return [name.replace(group[0], part) for part in group]
-    return [name]
+def test_only_targeted_modules_carry_an_adapter(checkpoints, method):
+    engine = make_engine(checkpoints["qwen3", FP32], fused="split", target_modules=("q_proj", "down_proj"), **method)
+    modules = {f"model.layers.{layer}.{part}" for layer in range(2) for part in ("self_attn.q_proj", "mlp.down_proj")}
+    exported = engine.export_adapter()
+    assert set(exported.modules()) == modules
+    assert engine.adapter.named_parameters().keys() == exported.tensors.keys()
+    trained = {id(p) for _, p in engine.module[0].named_parameters() if p.requires_grad}
+    assert trained == {id(parameter) for parameter in engine.adapter.named_parameters().values()}
+    assert sum(linear.adapter is not None for _, linear in frozen_linears(engine.module[0])) == len(modules)
 
 
-def test_only_targeted_modules_carry_an_adapter(checkpoints):
-    engine = make_engine(checkpoints["qwen3", FP32], fused="split", target_modules=("q_proj", "down_proj"))
-    modules = ("self_attn.q_proj", "mlp.down_proj")
-    expected = {tensor_name(f"model.layers.{layer}.{module}") for layer in range(2) for module in modules}
-    assert engine.export_adapter().tensors.keys() == expected
-    assert sum(isinstance(module, OFTRotation) for module in engine.module[0].modules()) == len(expected)
-    assert {name for name, p in engine.module[0].named_parameters() if p.requires_grad} == {
-        name for name, _ in engine.module[0].named_parameters() if name.endswith(".entries")
-    }
+def test_lora_on_some_parts_of_a_tied_projection(checkpoints, tmp_path):
+    """A is shared by the targeted parts only; B is per part, so that the others keep the base's output."""
+    path, tokens = checkpoints["qwen3", FP32], sequences()
+    engine = make_engine(path, fused="tied", target_modules=("k_proj", "v_proj"), **METHODS["lora"])
+    randomise(engine)
+    assert len(engine.export_adapter().tensors) == 2 * 2 * 2
+    assert len(engine.adapter.named_parameters()) == 2 * 3
+    with torch.no_grad():
+        theirs = reference_log_probs(peft_model(engine, path, tmp_path / "adapter"), tokens)
+    assert max_difference(log_probs(engine, tokens), theirs) <= 1e-4
+
+
+def test_the_initial_a_depends_on_seed_and_module_alone(checkpoints):
+    """Every rank, and a run on other targets, starts from the same tensors; the policy is the base until B moves."""
+    path, lora = checkpoints["qwen3", FP32], METHODS["lora"]
+    engine, again, other, few = (
+        make_engine(path, fused="split", **lora, **settings)
+        for settings in ({}, {}, {"init_seed": 1}, {"target_modules": ("down_proj",)})
+    )
+    tensors = engine.export_adapter().tensors
+    assert engine.export_adapter().digest() == again.export_adapter().digest()
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in few.export_adapter().tensors.items())
+    a = {name: tensor for name, tensor in tensors.items() if "lora_A" in name}
+    assert all(not torch.equal(tensor, other.export_adapter().tensors[name]) for name, tensor in a.items())
+    assert len({tensor.sum().item() for tensor in a.values()}) == len(a) == 14
+    with engine.disable_adapter():
+        base = log_probs(engine, sequences())
+    assert max_difference(log_probs(engine, sequences()), base) == 0
 
 
 @pytest.mark.parametrize(
@@ -95,17 +128,19 @@ def test_only_targeted_modules_carry_an_adapter(checkpoints):
         ({"target_modules": ("q_proj",)}, "fused='tied' with only"),
         ({"target_modules": ("query",)}, r"target_modules \['query'\] match no linear"),
         ({"block_size": 24}, "width 64 is not a multiple of the OFT block size 24"),
+        ({"type": "lora", "rank": 0}, "rank 0: must be an integer of at least 1"),
+        ({"type": "lora", "target_modules": ("lm_head",)}, "tied to the embeddings shares their matrix"),
     ),
 )
 def test_targets_that_cannot_work_are_refused(checkpoints, settings, message):
-    """field-cases #38."""
+    """field-cases #7, #38."""
     with pytest.raises(ValueError, match=message):
         make_engine(checkpoints["qwen3", FP32], **settings)
 
 
-def test_backward_forms_no_base_gradient(checkpoints):
+def test_backward_forms_no_base_gradient(checkpoints, method):
     """The base costs one GEMM of the forward's size in backward; a trained weight would cost a second one."""
-    engine = make_engine(checkpoints["qwen3", FP32])
+    engine = make_engine(checkpoints["qwen3", FP32], **method)
     randomise(engine)
     model, tokens = engine.module[0], torch.cat(sequences())[None]
     with engine.adapter.disabled():
@@ -113,11 +148,13 @@ def test_backward_forms_no_base_gradient(checkpoints):
     logits = []
     adapted = count_flops(lambda: logits.append(model(input_ids=tokens, position_ids=None)))
     backward = count_flops(lambda: logits[0].sum().backward())
-    # torch counts no flops for SDPA's CPU kernel, so that the base is its GEMMs. The first rotation's input is the
-    # embedding, which needs no gradient: one product of [T, 64] with blocks of 16 less.
+    # torch counts no flops for SDPA's CPU kernel, so that the base is its GEMMs. The first linear's input is the embedding,
+    # which needs no gradient: OFT saves the product of [T, 64] with blocks of 16, LoRA those with A and with the base.
+    first = model.decoder.layers[0].self_attention.linear_qkv
+    saved = 16 if method["type"] == "oft" else method["rank"] + sum(first.parts.values())
     assert base == 2 * tokens.numel() * sum(weight.numel() for weight in multiplied_weights(model))
     assert adapted > base
-    assert backward == base + 2 * (adapted - base) - 2 * tokens.numel() * 64 * 16
+    assert backward == base + 2 * (adapted - base) - 2 * tokens.numel() * 64 * saved
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(buffer.requires_grad for buffer in model.buffers())
 
@@ -133,22 +170,22 @@ def multiplied_weights(model):
     return [buffer for name, buffer in model.named_buffers() if name.endswith("weight")] + [model.output_layer.weight]
 
 
-def test_training_lowers_the_loss_and_leaves_the_base_alone(checkpoints):
-    engine = make_engine(checkpoints["llama", BF16], dtype="bf16")
+def test_training_lowers_the_loss_and_leaves_the_base_alone(checkpoints, method):
+    engine = make_engine(checkpoints["llama", BF16], dtype="bf16", **method)
     before, tokens = engine.base_digest(), sequences()
     losses = [train_step(engine, tokens)[0] for _ in range(6)]
     assert losses[-1] < losses[0] - 0.3
     assert engine.base_digest() == before
     with torch.no_grad():
-        engine.module[0].decoder.layers[1].mlp.linear_fc2.weight[0, 0] += 1.0
+        engine.module[0].decoder.layers[1].mlp.linear_fc2.stacks[0].weight[0, 0] += 1.0
     assert engine.base_digest() != before
 
 
 @pytest.mark.parametrize("adapter_dtype", ("bf16", "fp32"))
 @pytest.mark.parametrize("base_dtype", (BF16, FP32))
-def test_outputs_keep_the_inputs_dtype(checkpoints, base_dtype, adapter_dtype):
+def test_outputs_keep_the_inputs_dtype(checkpoints, base_dtype, adapter_dtype, method):
     """field-cases #37."""
-    engine = make_engine(checkpoints["qwen3", base_dtype], dtype=adapter_dtype)
+    engine = make_engine(checkpoints["qwen3", base_dtype], dtype=adapter_dtype, **method)
     randomise(engine)
     linear = engine.module[0].decoder.layers[0].self_attention.linear_qkv
     output, _ = linear(torch.randn(3, 1, 64).to(base_dtype))
@@ -158,8 +195,9 @@ def test_outputs_keep_the_inputs_dtype(checkpoints, base_dtype, adapter_dtype):
 
 
 @pytest.mark.parametrize("fused", ("tied", "split"))
-def test_disabled_adapter_is_the_base_bit_for_bit(checkpoints, fused):
-    engine, tokens = make_engine(checkpoints["qwen3", BF16], fused=fused, target_modules=targets(fused)), sequences()
+def test_disabled_adapter_is_the_base_bit_for_bit(checkpoints, fused, method):
+    tokens = sequences()
+    engine = make_engine(checkpoints["qwen3", BF16], fused=fused, target_modules=targets(fused), **method)
     plain = make_engine(checkpoints["qwen3", BF16])
     plain.adapter.disabled().__enter__()
     randomise(engine)
@@ -210,8 +248,8 @@ def started_from_adapter(checkpoints, tmp_path, reference):
     return {"init_path": str(tmp_path / "init"), "reference": reference}
 
 
-def test_export_is_a_copy_that_loads_back(checkpoints):
-    engine, other = (make_engine(checkpoints["qwen3", FP32]) for _ in range(2))
+def test_export_is_a_copy_that_loads_back(checkpoints, method):
+    engine, other = (make_engine(checkpoints["qwen3", FP32], **method) for _ in range(2))
     randomise(engine)
     exported = Adapter.decode(engine.export_adapter().encode())
     tensors, peft = engine.get_per_tensor_param()
@@ -235,7 +273,7 @@ def test_load_refuses_what_it_cannot_hold(checkpoints):
         engine.adapter.load(differing)
     with pytest.raises(ValueError, match="layers.1.self_attn.k_proj.*missing"):
         engine.adapter.load(Adapter({n: t for n, t in good.tensors.items() if n != name}, good.config))
-    exact = dataclasses.replace(good.config, cayley_neumann_terms=None)
+    exact = dataclasses.replace(good.config, method=OFTMethod(block_size=16, cayley_neumann_terms=None))
     with pytest.raises(ValueError, match="differs from the run's"):
         engine.adapter.load(Adapter(good.tensors, exact))
     rounded = make_engine(checkpoints["qwen3", FP32], dtype="bf16")
@@ -244,9 +282,9 @@ def test_load_refuses_what_it_cannot_hold(checkpoints):
     assert engine.export_adapter().digest() == good.digest()
 
 
-def test_snapshot_survives_training(checkpoints):
+def test_snapshot_survives_training(checkpoints, method):
     """verl saves the old policy and brings it back; on a CPU `.cpu()` would alias the live tensors."""
-    engine, tokens = make_engine(checkpoints["qwen3", FP32]), sequences()
+    engine, tokens = make_engine(checkpoints["qwen3", FP32], **method), sequences()
     train_step(engine, tokens)
     old, snapshot = log_probs(engine, tokens), engine.snapshot_adapter()
     train_step(engine, tokens)
@@ -260,8 +298,10 @@ def test_snapshot_survives_training(checkpoints):
         engine.restore_adapter({})
 
 
-def test_peft_folder_round_trip(checkpoints, tmp_path):
-    engine = make_engine(checkpoints["llama", FP32], cayley_neumann_terms=None)
+@pytest.mark.parametrize("name", METHODS)
+def test_peft_folder_round_trip(checkpoints, tmp_path, name):
+    """field-cases #49."""
+    engine = make_engine(checkpoints["llama", FP32], **METHODS[name])
     randomise(engine)
     write_peft_folder(engine.export_adapter(), tmp_path)
     assert read_peft_folder(tmp_path).digest() == engine.export_adapter().digest()
@@ -272,8 +312,9 @@ def test_peft_folder_round_trip(checkpoints, tmp_path):
 def test_orthogonality_is_reported_and_warned_about(checkpoints, caplog):
     """field-cases #40."""
     engine = make_engine(checkpoints["qwen3", FP32])
-    assert engine.adapter.orthogonality_error_max() == 0
+    assert engine.adapter.metrics() == {"orbit/oft/orthogonality_error_max": 0}
     assert "orthogonality error" not in caplog.text
     randomise(engine, scale=0.3)
-    assert engine.adapter.orthogonality_error_max() > 0.5
+    assert engine.adapter.metrics()["orbit/oft/orthogonality_error_max"] > 0.5
     assert "orthogonality error" in caplog.text
+    assert make_engine(checkpoints["qwen3", FP32], **METHODS["lora"]).adapter.metrics() == {}

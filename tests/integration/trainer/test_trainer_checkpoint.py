@@ -27,9 +27,10 @@ def assert_equal_states(left, right):
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
 
 
-def test_six_steps_equal_three_resume_three(checkpoints, tmp_path):
+@pytest.mark.parametrize("method", ({}, {"type": "lora", "rank": 4}), ids=("oft", "lora"))
+def test_six_steps_equal_three_resume_three(checkpoints, tmp_path, method):
     """field-cases #52: the default resume restores everything."""
-    whole, first = start(checkpoints), start(checkpoints)
+    whole, first = start(checkpoints, **method), start(checkpoints, **method)
     batches = [sequences(seed) for seed in range(6)]
     losses = [train_step(whole, batch)[0] for batch in batches]
     for batch in batches[:3]:
@@ -37,7 +38,7 @@ def test_six_steps_equal_three_resume_three(checkpoints, tmp_path):
     first.adapter_version = 3
     first.save_checkpoint(str(tmp_path / "step_3"), global_step=3)
 
-    resumed = start(checkpoints)
+    resumed = start(checkpoints, **method)
     resumed.load_checkpoint(str(tmp_path / "step_3"))
     assert resumed.adapter_version == 3
     assert [train_step(resumed, batch)[0] for batch in batches[3:]] == losses[3:]

@@ -20,7 +20,8 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.dataset_utils import DatasetPadMode
 from verl.workers.config import HFModelConfig, McoreOptimizerConfig
 
-from orbit_verl.config import AdapterSettings
+from orbit_kernels.wire import FUSED_PARTS
+from orbit_verl.config import AdapterSettings, BaseSettings
 from orbit_verl.engine import OrbitEngine
 from orbit_verl.engine_config import OrbitEngineConfig
 
@@ -75,6 +76,7 @@ def make_engine(
     contents: tuple[str, ...] = ("model", "optimizer", "extra"),
     optim: dict | None = None,
     engine: dict | None = None,
+    base: BaseSettings | None = None,
     **adapter,
 ) -> OrbitEngine:
     """An initialised engine over the checkpoint at ``path``."""
@@ -82,7 +84,11 @@ def make_engine(
     model_config.tokenizer = Tokenizer()
     settings = AdapterSettings(**{"block_size": 16, "dtype": "fp32"} | adapter)
     engine_config = OrbitEngineConfig(
-        adapter=settings, use_remove_padding=packed, use_dynamic_bsz=False, **(engine or {})
+        adapter=settings,
+        base=base or BaseSettings(),
+        use_remove_padding=packed,
+        use_dynamic_bsz=False,
+        **(engine or {}),
     )
     optim_config = McoreOptimizerConfig(
         **{"lr": 1e-2, "total_training_steps": 100, "lr_decay_style": "constant"} | (optim or {})
@@ -160,6 +166,20 @@ def reference_nll(model: PreTrainedModel | PeftModel, tokens: list[torch.Tensor]
     rows = reference_log_probs(model, tokens)
     masks = [response_mask(sequence)[:-1] for sequence in tokens]
     return -sum((row * mask).sum() for row, mask in zip(rows, masks, strict=True)) / sum(mask.sum() for mask in masks)
+
+
+def reference_gradients(model: PeftModel, tokens: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gradients of the same loss by peft's names."""
+    reference_nll(model, tokens).backward()
+    return {name.replace(".default", ""): p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+def tensors_that_share(name: str, fused: str) -> list[str]:
+    """peft's tensors whose gradients add up to that of one trained tensor."""
+    for group in FUSED_PARTS if fused == "tied" and "lora_B" not in name else ():
+        if f".{group[0]}." in name:
+            return [name.replace(group[0], part) for part in group]
+    return [name]
 
 
 def train_step(engine: OrbitEngine, tokens: list[torch.Tensor], loss: Callable = nll) -> tuple[float, float]:

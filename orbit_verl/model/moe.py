@@ -1,0 +1,185 @@
+"""A mixture-of-experts layer of the frozen base: router and experts stay as stored, adapters sit on the experts.
+
+Every rank holds all experts. Megatron-Core's own MoE layer is not used: its experts own trainable, unpacked weights.
+
+Dimension suffixes: S sequence, B batch, T tokens (S * B), K experts of a token, E experts, D hidden.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from orbit_kernels import oft
+from orbit_kernels.experts import DOWN, GATE, UP, ChunkBuffer, ExpertAdapter, FrozenExperts, PerExpert, expert_mlp
+from orbit_kernels.frozen import StoredWeight
+from orbit_verl.config import BaseSettings
+from orbit_verl.model.adapters import LinearAdapter
+from orbit_verl.model.linear import FrozenLinear
+
+
+class FrozenRouter(nn.Module):
+    """Softmax over all experts in fp32, then the best K (Qwen3-MoE), with the served rounding.
+
+    SGLang 0.5.12 keeps the weights in fp32 (layers/moe/topk.py:525, fused_topk_torch_native); transformers rounds them.
+
+    Args:
+        num_experts: E.
+        hidden_size: D.
+        top_k: K.
+        normalized: whether the K weights are scaled to a sum of one.
+        dtype: of the weight.
+    """
+
+    def __init__(self, *, num_experts: int, hidden_size: int, top_k: int, normalized: bool, dtype: torch.dtype):
+        super().__init__()
+        self._top_k, self._normalized = top_k, normalized
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, dtype=dtype), requires_grad=False)
+
+    def forward(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids [T, K] int64 and weights [T, K] fp32 of each token's experts."""
+        scores_TE = functional.linear(x_TD, self.weight).float().softmax(dim=-1)
+        weights_TK, ids_TK = scores_TE.topk(self._top_k, dim=-1)
+        if self._normalized:
+            weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+        return ids_TK, weights_TK
+
+
+class FrozenExpert(nn.Module):
+    """The linears of one expert; they hold weights and adapters, and `FrozenMoE` multiplies."""
+
+    def __init__(self, gate_up: FrozenLinear, down: FrozenLinear):
+        super().__init__()
+        self.gate_up, self.down = gate_up, down
+
+
+class SharedLinear(nn.Module):
+    """The place of an adapter that all experts of a layer share; it holds no weight.
+
+    Args:
+        like: that linear of any expert.
+    """
+
+    def __init__(self, like: FrozenLinear):
+        super().__init__()
+        self.parts, self.input_size = dict(like.parts), like.input_size
+        self._like = (like,)  # not a submodule: its weights are its expert's
+        self.adapter: LinearAdapter | None = None
+        self.adapter_enabled = True
+
+    @property
+    def device(self) -> torch.device:
+        """Where the experts are."""
+        return self._like[0].device
+
+
+class FrozenMoE(nn.Module):
+    """Router and experts in Megatron-Core's calling convention of a layer's MLP.
+
+    Args:
+        router: makes the router.
+        expert: makes one expert's linears.
+        num_experts: E.
+        base: how experts are computed with.
+        buffer: memory for one chunk of dequantised experts, shared by all layers.
+    """
+
+    def __init__(
+        self,
+        *,
+        router: Callable[[], FrozenRouter],
+        expert: Callable[[int], FrozenExpert],
+        num_experts: int,
+        base: BaseSettings,
+        buffer: ChunkBuffer,
+        **_megatron: Any,
+    ):
+        super().__init__()
+        self.router = router()
+        self.experts = nn.ModuleList(expert(index) for index in range(num_experts))
+        self.shared = nn.ModuleList(SharedLinear(linear) for linear in (self.experts[0].gate_up, self.experts[0].down))
+        self._base, self._buffer = base, buffer
+
+    def forward(self, x_SBD: torch.Tensor, **_megatron: Any) -> tuple[torch.Tensor, None]:
+        """The weighted sum of each token's experts [S, B, D], and Megatron-Core's absent bias."""
+        x_TD = x_SBD.flatten(0, 1)
+        ids_TK, weights_TK = self.router(x_TD)
+        y_TD = expert_mlp(
+            x_TD,
+            ids_TK,
+            weights_TK,
+            self._frozen_experts(),
+            buffer=self._buffer,
+            activations=self._base.activations,
+            adapter=self._adapter(),
+        )
+        return y_TD.unflatten(0, x_SBD.shape[:2]), None
+
+    def _frozen_experts(self) -> FrozenExperts:
+        def of_linear(name: str, part: str) -> Sequence[StoredWeight]:
+            linears = [getattr(expert, name) for expert in self.experts]
+            return _OnDemand(len(linears), lambda index: linears[index].stored_parts()[part])
+
+        return FrozenExperts(
+            gate_proj=of_linear("gate_up", GATE), up_proj=of_linear("gate_up", UP), down_proj=of_linear("down", DOWN)
+        )
+
+    def _adapter(self) -> ExpertAdapter:
+        """The experts' adapters, as they are attached now; experts of a layer carry the same kind."""
+        adapters = {}
+        for name in ("gate_up", "down"):
+            linears = [getattr(expert, name) for expert in self.experts]
+            if linears[0].adapter is not None and linears[0].adapter_enabled:
+                adapters[tuple(linears[0].parts)] = [_OnRows(linear.adapter) for linear in linears]
+        before_dispatch, down = (
+            _Rotated(*linear.adapter.rotations()) if linear.adapter is not None and linear.adapter_enabled else None
+            for linear in self.shared
+        )
+        if down is not None:
+            adapters[(DOWN,)] = [down] * len(self.experts)
+        return PerExpert(adapters, shared_input=before_dispatch)
+
+
+class _OnRows:
+    """A linear's adapter on rows [R, I] in place of sequences."""
+
+    def __init__(self, adapter: LinearAdapter):
+        self._adapter = adapter
+
+    def inputs(self, x_RI: torch.Tensor) -> list[torch.Tensor]:
+        return [x_R1I.squeeze(1) for x_R1I in self._adapter.inputs(x_RI.unsqueeze(1))]
+
+    def output(self, x_RI: torch.Tensor, y_RO: torch.Tensor) -> torch.Tensor:
+        return self._adapter.output(x_RI.unsqueeze(1), y_RO.unsqueeze(1)).squeeze(1)
+
+
+class _Rotated:
+    """A rotation whose blocks are made once for all experts."""
+
+    def __init__(self, rotation_NKK: torch.Tensor):
+        self._rotation_NKK = rotation_NKK
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return oft.rotate(x, self._rotation_NKK)
+
+    def inputs(self, x_RI: torch.Tensor) -> list[torch.Tensor]:
+        return [self(x_RI)]
+
+    def output(self, x_RI: torch.Tensor, y_RO: torch.Tensor) -> torch.Tensor:
+        return y_RO
+
+
+class _OnDemand(Sequence):
+    """A sequence whose items are made when they are asked for."""
+
+    def __init__(self, length: int, make: Callable[[int], Any]):
+        self._length, self._make = length, make
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        return self._make(operator.index(index))

@@ -1,0 +1,37 @@
+"""Serve checkpoints one after another in this process: greedy tokens and their log-probs, with and without an adapter.
+
+    python serve_in_process.py CASES.json
+
+``CASES.json`` holds, for each case, the options of ``in_process.served``, the folder of the checkpoint, the file of the
+adapter's payload, prompt, number of tokens, and the file of the result.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "server"))
+
+import in_process  # noqa: E402
+
+from orbit_kernels.wire import Adapter  # noqa: E402
+
+
+def serve(case: dict) -> dict:
+    """Tokens and log-probs by slot, and the server's manifest."""
+    with in_process.served(Path(case["folder"]), **case["options"]) as server:
+        server.stage(Adapter.decode(Path(case["adapter"]).read_bytes()))
+        result = {"manifest": server.model.orbit_base}
+        for slot in (in_process.BASE_SLOT, in_process.ADAPTED_SLOT):
+            tokens, log_probs_TV = server.greedy(case["prompt"], case["num_tokens"], slot)
+            log_probs_T = log_probs_TV.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+            result["base" if slot == in_process.BASE_SLOT else "adapted"] = [tokens, log_probs_T.tolist()]
+        return result
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for case in json.loads(Path(sys.argv[1]).read_text()):
+        Path(case["result"]).write_text(json.dumps(serve(case)))

@@ -1,0 +1,206 @@
+"""Qwen3-MoE in the trainer against transformers: log-probs, gradients of every adapter tensor, quantised experts."""
+
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from quantized import dequantized_moe_tensors, quantize, weight_format
+from torch.func import functional_call
+from trainer_support import (
+    SMALL,
+    load_reference,
+    log_probs,
+    make_batch,
+    make_engine,
+    max_difference,
+    nll,
+    randomise,
+    reference_log_probs,
+    response_mask,
+    sequences,
+    train_step,
+)
+from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from orbit_kernels.adapter import split_name
+from orbit_verl.config import BaseSettings
+from orbit_verl.engine import OrbitEngine
+from orbit_verl.model.architecture import DenseArchitecture
+from orbit_verl.model.tensors import open_checkpoint
+
+EXPERTS, TOP_K, FFN = 8, 2, 64
+PLAIN = BaseSettings(activations="none", experts_per_chunk=3)
+
+
+def write_moe(folder: Path, dtype: torch.dtype, **config) -> Path:
+    """A random Qwen3-MoE whose router spreads tokens over all experts; layer 1 of 3 is dense."""
+    torch.manual_seed(0)
+    layers = {"num_hidden_layers": 3, "mlp_only_layers": [1]}
+    fields = SMALL | layers | {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K} | config
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **fields,
+            moe_intermediate_size=FFN,
+            norm_topk_prob=True,
+            head_dim=32,
+            rope_parameters=rope,
+        )
+    )
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(parameter, 1.0, 0.2)
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory):
+    """Folder of the checkpoint by dtype."""
+    root = tmp_path_factory.mktemp("moe")
+    return {dtype: write_moe(root / str(dtype), dtype) for dtype in (torch.float32, torch.bfloat16)}
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_log_probs_are_those_of_transformers(moe, packed):
+    engine, tokens = make_engine(moe[torch.float32], packed=packed, base=PLAIN), sequences()
+    expected = reference_log_probs(load_reference(moe[torch.float32], torch.float32), tokens)
+    assert max_difference(log_probs(engine, tokens), expected) < 1e-5  # measured 3e-6
+
+
+def test_every_tensor_of_the_checkpoint_is_in_the_manifest(moe):
+    engine = make_engine(moe[torch.float32])
+    stored = safetensors.torch.load_file(moe[torch.float32] / "model.safetensors")
+    manifest = engine.base_manifest()
+    assert manifest.tensors.keys() == stored.keys()
+    assert "model.layers.2.mlp.experts.7.down_proj" in manifest.formats
+
+
+@pytest.mark.parametrize("type", ["oft", "lora"])
+@pytest.mark.parametrize("fused", ["tied", "split"])
+def test_gradients_are_those_of_merged_weights(moe, fused, type):
+    engine, tokens = make_engine(moe[torch.float32], fused=fused, type=type, base=PLAIN), sequences()
+    randomise(engine)
+    reference = load_reference(moe[torch.float32], torch.float32)
+    trained, tensors = leaf_tensors(engine)
+    loss = merged_nll(reference, {name: p.float() for name, p in reference.named_parameters()}, engine, tensors, tokens)
+    loss.backward()
+    with engine.train_mode(zero_grad_on_exit=False):
+        engine.forward_backward_batch(make_batch(tokens), nll)
+    assert_gradients(engine.optimizer.gradients(), trained)
+
+
+def test_an_adapter_that_experts_share_rotates_before_dispatch(moe):
+    """Its gradients and log-probs are those of the same rotation in every expert; the router reads the plain input."""
+    engine, tokens = make_engine(moe[torch.float32], experts="shared", base=PLAIN), sequences()
+    randomise(engine)
+    assert "base_model.model.model.layers.0.mlp.experts.gate_proj.oft_R.weight" in engine.adapter.named_parameters()
+    assert not any(".experts.0." in name for name in engine.export_adapter().tensors)
+    reference = load_reference(moe[torch.float32], torch.float32)
+    trained, tensors = leaf_tensors(engine)
+    for module in [module for module in tensors if ".mlp.experts." in module]:
+        prefix, _, projection = module.rpartition(".")
+        leaves = tensors.pop(module)
+        tensors |= {f"{prefix}.{expert}.{projection}": leaves for expert in range(EXPERTS)}
+    weights = {name: p.float() for name, p in reference.named_parameters()}
+    loss = merged_nll(reference, weights, engine, tensors, tokens)
+    loss.backward()
+    with engine.train_mode(zero_grad_on_exit=False):
+        output = engine.forward_backward_batch(make_batch(tokens), nll)
+    assert sum(output["loss"]) == pytest.approx(loss.item(), abs=1e-5)
+    actual = engine.optimizer.gradients()
+    assert actual.keys() == trained.keys()
+    assert_gradients(actual, trained)
+    with engine.disable_adapter():
+        base = log_probs(engine, tokens)
+    assert max_difference(base, reference_log_probs(reference, tokens)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["int4", "fp8", "mxfp4", "nvfp4"])
+def test_quantised_experts(moe, name, tmp_path):
+    original, stored_as = moe[torch.float32], weight_format(name, torch.float32)
+    folder = quantize(original, stored_as, tmp_path / "model")
+    engine, tokens = make_engine(folder, base=PLAIN), sequences()
+    reference = load_reference(original, torch.float32)
+    weights = dequantized_moe_tensors(folder, stored_as, reference)
+    expected = [functional_call_log_probs(reference, weights, sequence) for sequence in tokens]
+    assert max_difference(log_probs(engine, tokens), [row.detach() for row in expected]) < 1e-5
+    assert max_difference(log_probs(engine, tokens), reference_log_probs(reference, tokens)) > 1e-3
+    randomise(engine)
+    trained, tensors = leaf_tensors(engine)
+    merged_nll(reference, weights, engine, tensors, tokens).backward()
+    with engine.train_mode(zero_grad_on_exit=False):
+        engine.forward_backward_batch(make_batch(tokens), nll)
+    assert_gradients(engine.optimizer.gradients(), trained)
+    held = sum(tensor.nbytes for chunk in engine.module for tensor in chunk.buffers())
+    file = sum(t.nbytes for n, t in safetensors.torch.load_file(folder / "model.safetensors").items() if "_proj" in n)
+    assert held <= 1.1 * file
+
+
+def test_a_training_step_and_the_chunk_size(moe):
+    """An update equals that of another chunk size, bit for bit; adapters of experts without tokens stay."""
+    exports = []
+    for chunk in (1, 5):
+        engine = make_engine(moe[torch.bfloat16], base=BaseSettings(experts_per_chunk=chunk), fused="split")
+        randomise(engine, scale=0.02)
+        before = engine.export_adapter().tensors
+        train_step(engine, sequences())
+        exports.append(engine.export_adapter().tensors)
+    changed = [name for name, tensor in exports[0].items() if not torch.equal(tensor, before[name])]
+    assert any(".experts.3." in name for name in changed)
+    assert all(torch.equal(tensor, exports[1][name]) for name, tensor in exports[0].items())
+
+
+def test_a_missing_expert_is_named(moe, tmp_path):
+    folder = write_moe(tmp_path / "broken", torch.float32)
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    del tensors["model.layers.2.mlp.experts.5.up_proj.weight"]
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"model\.layers\.2\.mlp\.experts\.5\.up_proj\.weight: missing"):
+        open_checkpoint(DenseArchitecture.from_hf(AutoConfig.from_pretrained(folder)), folder)
+
+
+def leaf_tensors(engine: OrbitEngine) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
+    """Copies of the trained tensors with gradients, by name; and those that each linear uses, by leaf."""
+    trained = {name: p.detach().clone().requires_grad_() for name, p in engine.adapter.named_parameters().items()}
+    by_module = {}
+    for name in engine.export_adapter().tensors:
+        module, leaf = split_name(name)
+        shared = name
+        for first, other in (("gate_proj", "up_proj"), ("q_proj", "k_proj"), ("q_proj", "v_proj")):
+            shared = shared if shared in trained else name.replace(other, first)
+        by_module.setdefault(module, {})[leaf] = trained[shared]
+    return trained, by_module
+
+
+def merged_nll(reference, weights, engine, tensors, tokens):
+    """The engine's loss from transformers on merged weights, a function of the adapter's tensors."""
+    method = engine.adapter.config.method
+    merged = dict(weights)
+    for module, leaves in tensors.items():
+        if ".experts." not in module:
+            merged[f"{module}.weight"] = method.merge(weights[f"{module}.weight"], leaves)
+            continue
+        prefix, expert, projection = module.rsplit(".", 2)
+        fused = f"{prefix}.down_proj" if projection == "down_proj" else f"{prefix}.gate_up_proj"
+        rows = {"down_proj": slice(None), "gate_proj": slice(0, FFN), "up_proj": slice(FFN, 2 * FFN)}[projection]
+        index = (torch.tensor(int(expert)), torch.arange(weights[fused].shape[1])[rows])
+        merged[fused] = merged[fused].index_put(index, method.merge(weights[fused][int(expert), rows], leaves))
+    rows = [functional_call_log_probs(reference, merged, sequence) for sequence in tokens]
+    masks = [response_mask(sequence)[:-1] for sequence in tokens]
+    return -sum((row * mask).sum() for row, mask in zip(rows, masks, strict=True)) / sum(mask.sum() for mask in masks)
+
+
+def functional_call_log_probs(reference, weights, sequence) -> torch.Tensor:
+    logits = functional_call(reference, weights, (sequence[None],)).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(-1, sequence[1:, None])[:, 0]
+
+
+def assert_gradients(actual: dict[str, torch.Tensor], trained: dict[str, torch.Tensor]) -> None:
+    unused = {name for name, tensor in trained.items() if tensor.grad is None or not tensor.grad.any()}
+    assert trained.keys() - actual.keys() <= unused
+    assert any(".experts." in name for name in actual)
+    for name in actual.keys() - unused:
+        expected = trained[name].grad
+        assert (actual[name] - expected).abs().max() <= 1e-5 * expected.abs().max() + 1e-9, name

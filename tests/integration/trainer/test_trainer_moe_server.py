@@ -1,0 +1,105 @@
+"""Qwen3-MoE: the server against the trainer per token, adapters on attention and experts non-zero."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from quantized import quantize, weight_format
+from test_trainer_moe import write_moe
+from trainer_support import log_probs, make_engine, randomise
+
+from orbit_kernels.manifest import BaseManifest, first_difference
+from orbit_verl.config import BaseSettings
+from orbit_verl.engine import OrbitEngine
+
+PROMPT = [5, 9, 2, 77, 31, 4, 120, 8]
+NUM_TOKENS = 16
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Mean and largest difference; measured 3e-7 and 8e-7 in both dtypes, as the two compute the same bits.
+BOUNDS = {"float32": (1e-5, 1e-4), "bfloat16": (5e-3, 0.1)}
+ADAPTERS = {
+    "oft-tied": {},
+    "oft-split": {"fused": "split"},
+    "oft-shared": {"experts": "shared"},
+    "lora-tied": {"type": "lora"},
+    "lora-split": {"type": "lora", "fused": "split"},
+}
+
+
+CASES = [
+    *(("plain", "float32", "none", kind) for kind in ADAPTERS),
+    ("int4", "float32", "none", "oft-split"),
+    ("fp8_ue8m0", "float32", "deployed", "oft-tied"),
+    ("mxfp4", "float32", "none", "lora-tied"),
+    ("nvfp4", "float32", "deployed", "oft-split"),
+    ("plain", "bfloat16", "none", "oft-tied"),
+    ("int4", "bfloat16", "none", "oft-tied"),
+]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Checkpoint and what the server answers, by case; one process serves them all, as SGLang wants its own groups."""
+    root = tmp_path_factory.mktemp("moe")
+    cases = {case: _case(root, *case) for case in CASES}
+    (root / "cases.json").write_text(json.dumps(list(cases.values())))
+    script = Path(__file__).parent / "serve_in_process.py"
+    subprocess.run([sys.executable, script, root / "cases.json"], check=True, timeout=300)
+    return {case: (Path(told["folder"]), json.loads(Path(told["result"]).read_text())) for case, told in cases.items()}
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_server_equals_trainer_per_token(results, case):
+    _, dtype, activations, kind = case
+    folder, served = results[case]
+    engine = _engine(folder, activations, kind)
+    assert first_difference(engine.base_manifest(), BaseManifest(**served["manifest"]), ("trainer", "server")) is None
+    mean, largest = BOUNDS[dtype]
+    with engine.disable_adapter():
+        base = _log_probs(engine, served["base"][0])
+        without = _log_probs(engine, served["adapted"][0])
+    adapted = _log_probs(engine, served["adapted"][0])
+    for ours, (_, theirs) in ((base, served["base"]), (adapted, served["adapted"])):
+        difference = (ours - torch.tensor(theirs)).abs()
+        assert difference.mean() <= mean and difference.max() <= largest
+    assert (adapted - without).abs().mean() > 10 * mean
+
+
+def _case(root: Path, name: str, dtype: str, activations: str, kind: str) -> dict:
+    folder = root / f"{name}-{dtype}"
+    if not (root / f"plain-{dtype}").exists():
+        write_moe(root / f"plain-{dtype}", DTYPES[dtype], initializer_range=0.05, mlp_only_layers=[])
+    if not folder.exists():
+        quantize(root / f"plain-{dtype}", weight_format(name, DTYPES[dtype]), folder)
+    stem = "-".join((name, dtype, activations, kind))
+    adapter = root / f"{stem}.safetensors"
+    adapter.write_bytes(_engine(folder, activations, kind).export_adapter().encode())
+    options = {
+        "dtype": dtype,
+        "orbit_base_activations": activations,
+        "orbit_block_size": 16,
+        **{f"orbit_{'adapter' if key == 'type' else key}": value for key, value in ADAPTERS[kind].items()},
+    }
+    return {
+        "folder": str(folder),
+        "adapter": str(adapter),
+        "options": options,
+        "prompt": PROMPT,
+        "num_tokens": NUM_TOKENS,
+        "result": str(root / f"{stem}.json"),
+    }
+
+
+def _engine(folder: Path, activations: str, kind: str) -> OrbitEngine:
+    engine = make_engine(folder, base=BaseSettings(activations=activations), **ADAPTERS[kind])
+    randomise(engine)
+    assert any(".experts." in name for name in engine.export_adapter().tensors)
+    return engine
+
+
+def _log_probs(engine: OrbitEngine, tokens: list[int]) -> torch.Tensor:
+    (row,) = log_probs(engine, [torch.tensor(PROMPT + tokens)], micro_batch=1)
+    return row[len(PROMPT) - 1 :]
