@@ -3,10 +3,8 @@
 import types
 
 import torch
-from sglang.srt.layers import logits_processor
-from sglang.srt.utils import is_cpu
 
-from orbit_sglang import seeds
+from orbit_sglang.hooks import CpuAttribute
 
 
 class _TorchWithoutPinning(types.ModuleType):
@@ -20,12 +18,11 @@ class _TorchWithoutPinning(types.ModuleType):
         return torch.tensor(data, **kwargs)
 
 
-def install() -> None:
-    """Let the CPU engine return log-probs of the prompt, and sample from seeds.
+def replacements() -> list[CpuAttribute]:
+    """Let the CPU engine return log-probs of the prompt.
 
     ``layers/logits_processor.py:542,545,616`` of SGLang 0.5.12 pins memory without asking whether there is an
     accelerator to pin it for, and torch refuses. Can go when those lines use ``is_pin_memory_available``.
     """
-    if is_cpu() and not torch.cuda.is_available():
-        logits_processor.torch = _TorchWithoutPinning("torch")
-        seeds.install_on_cpu()
+    target = "sglang.srt.layers.logits_processor.torch"
+    return [CpuAttribute(target, expected=torch, value=_TorchWithoutPinning("torch"))]

@@ -1,4 +1,4 @@
-"""The options of ``SlotsConfig`` as fields of SGLang's ``ServerArgs`` and as command-line flags.
+"""The options of ``SlotsConfig`` and ``FrozenBaseConfig`` as fields of SGLang's ``ServerArgs`` and as command-line flags.
 
 They are injected as dataclass fields, so that ``ServerArgs(**kwargs)``, ``from_cli_args``, ``dataclasses.fields`` and
 ``dataclasses.replace`` all know them.
@@ -13,8 +13,9 @@ from typing import Any, get_args
 from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
 
+from orbit_kernels.methods import METHODS
 from orbit_sglang import hooks
-from orbit_sglang.config import FusedMode, SlotsConfig, unsupported
+from orbit_sglang.config import Activations, ExpertsMode, FrozenBaseConfig, FusedMode, SlotsConfig, unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -39,16 +40,25 @@ class Flag:
 
 
 _DEFAULTS = SlotsConfig()
+_BASE_DEFAULTS = FrozenBaseConfig()
 FLAGS = (
     Flag(field="enable_orbit_slots", type=bool, default=False, help="serve two adapter slots beside the frozen model"),
-    Flag(field="orbit_adapter", type=str, default=_DEFAULTS.adapter, choices=("oft",), help="adapter method"),
-    Flag(field="orbit_block_size", type=int, default=_DEFAULTS.block_size, help="width of an OFT block"),
+    Flag(field="orbit_adapter", type=str, default=_DEFAULTS.adapter, choices=tuple(METHODS), help="adapter method"),
+    Flag(field="orbit_block_size", type=int, default=_DEFAULTS.block_size, help="OFT: width of a rotation block"),
+    Flag(field="orbit_rank", type=int, default=_DEFAULTS.rank, help="LoRA: rank of the updates"),
     Flag(
         field="orbit_fused",
         type=str,
         default=_DEFAULTS.fused,
         choices=get_args(FusedMode),
-        help="one rotation for all parts of a fused projection, or one for each part",
+        help="one rotation (OFT) or one A (LoRA) for all parts of a fused projection, or one for each part",
+    ),
+    Flag(
+        field="orbit_experts",
+        type=str,
+        default=_DEFAULTS.experts,
+        choices=get_args(ExpertsMode),
+        help="an adapter for each routed expert, or one that all experts of a layer share",
     ),
     Flag(
         field="orbit_seeded_sampling",
@@ -67,6 +77,25 @@ FLAGS = (
         type=float,
         default=_DEFAULTS.stage_timeout_s,
         help="seconds to receive an adapter, and again to place it in its slot",
+    ),
+    Flag(
+        field="orbit_base_activations",
+        type=str,
+        default=_BASE_DEFAULTS.activations,
+        choices=get_args(Activations),
+        help="on a CPU with a quantised base: quantise activations as the deployed kernel does, or leave them",
+    ),
+    Flag(
+        field="orbit_dequant_chunk_mb",
+        type=int,
+        default=_BASE_DEFAULTS.dequant_chunk_mb,
+        help="on a CPU with a quantised base: MiB of weights dequantised at a time",
+    ),
+    Flag(
+        field="orbit_experts_per_chunk",
+        type=int,
+        default=_BASE_DEFAULTS.experts_per_chunk,
+        help="on a CPU: experts of a mixture dequantised at a time",
     ),
 )
 
@@ -96,6 +125,7 @@ def around_init(original: Callable, server_args: ServerArgs, *args: Any, **kwarg
     if server_args.enable_orbit_slots:
         hooks.require_applied()
         SlotsConfig.from_server_args(server_args)
+        FrozenBaseConfig.from_server_args(server_args)
         if problems := unsupported(server_args, envs.SGLANG_EXPERIMENTAL_CPP_RADIX_TREE.get()):
             raise ValueError("--enable-orbit-slots cannot be combined with: " + "; ".join(problems))
         if not server_args.disable_piecewise_cuda_graph:

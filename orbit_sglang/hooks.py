@@ -8,8 +8,10 @@ import dataclasses
 import inspect
 import pkgutil
 from collections.abc import Callable
+from typing import ClassVar
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.utils import is_cpu
 
 
 class HookError(RuntimeError):
@@ -18,15 +20,30 @@ class HookError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Hook:
-    """A function on a dotted target of SGLang, whose first parameters must be ``parameters``."""
+    """A function on a dotted target of SGLang, whose first parameters must be ``parameters``.
+
+    One that is ``cpu_only`` is left out where SGLang computes on another device.
+    """
 
     target: str
     kind: HookType
     function: Callable
     parameters: tuple[str, ...]
+    cpu_only: bool = False
+
+    @property
+    def needed(self) -> bool:
+        """Whether this process needs the hook."""
+        return not self.cpu_only or is_cpu()
+
+    def install(self) -> None:
+        """Hand it to SGLang's registry, which applies it when the plugins are loaded."""
+        HookRegistry.register(self.target, self.function, self.kind)
 
     def problem(self) -> str | None:
-        """Why the hook does not work in this process; None when it is applied."""
+        """Why the hook does not work in this process; None when it is applied or not needed."""
+        if not self.needed:
+            return None
         try:
             current = pkgutil.resolve_name(self.target)
         except (AttributeError, ImportError) as error:
@@ -40,33 +57,64 @@ class Hook:
 
 
 @dataclasses.dataclass(frozen=True)
+class CpuAttribute:
+    """A module's attribute that is no function, so that no hook can reach it; replaced where SGLang computes on a CPU."""
+
+    target: str
+    expected: object
+    value: object
+
+    kind: ClassVar[HookType] = HookType.REPLACE
+    function: ClassVar[None] = None
+
+    @property
+    def needed(self) -> bool:
+        """Whether this process needs the replacement."""
+        return is_cpu()
+
+    def install(self) -> None:
+        """Replace it, if it is what was expected."""
+        module, _, name = self.target.rpartition(".")
+        if pkgutil.resolve_name(self.target) is self.expected:
+            setattr(pkgutil.resolve_name(module), name, self.value)
+
+    def problem(self) -> str | None:
+        """Why it is not replaced; None when it is, or need not be."""
+        if not self.needed or pkgutil.resolve_name(self.target) is self.value:
+            return None
+        return f"it is {pkgutil.resolve_name(self.target)!r}, expected {self.expected!r}"
+
+
+@dataclasses.dataclass(frozen=True)
 class HookStatus:
-    """One line of ``hook_report``; ``problem`` is None when the hook is applied."""
+    """One line of ``hook_report``; ``problem`` is None when the hook is applied, or not needed on this device."""
 
     target: str
     kind: str
+    needed: bool
     problem: str | None
 
 
-_HOOKS: list[Hook] = []
+_HOOKS: list[Hook | CpuAttribute] = []
 
 
-def register(hooks: list[Hook]) -> None:
-    """Hand hooks to SGLang's registry, and remember them for the report.
+def register(hooks: list[Hook | CpuAttribute]) -> None:
+    """Install what this device needs, and remember everything for the report.
 
     Raises:
         ValueError: the same function is already registered on that target.
     """
     for hook in hooks:
         if any(known.target == hook.target and known.function is hook.function for known in _HOOKS):
-            raise ValueError(f"{hook.function.__name__} is already registered on {hook.target}; register it once")
-        HookRegistry.register(hook.target, hook.function, hook.kind)
+            raise ValueError(f"{hook.function} is already registered on {hook.target}; register it once")
+        if hook.needed:
+            hook.install()
         _HOOKS.append(hook)
 
 
 def hook_report() -> list[HookStatus]:
     """Every hook and its state in this process; imports the targets."""
-    return [HookStatus(hook.target, hook.kind.value, hook.problem()) for hook in _HOOKS]
+    return [HookStatus(hook.target, hook.kind.value, hook.needed, hook.problem()) for hook in _HOOKS]
 
 
 def require_applied() -> None:

@@ -1,10 +1,11 @@
-"""Start-up of a server with slots: every process must prove that the hooks are in place."""
+"""Start-up of a server with slots: the checkpoint must be sound, and every process must prove its hooks."""
 
 import socket
 from collections.abc import Callable
 from typing import Any
 
 from orbit_sglang import hooks
+from orbit_sglang.quant.preflight import check_checkpoint
 from orbit_sglang.scheduler import INIT_INFO_KEY
 
 
@@ -13,10 +14,12 @@ def around_launch(original: Callable, cls: type, server_args: Any, *args: Any, *
 
     Raises:
         hooks.HookError: a hook is not applied here or in a scheduler process.
+        ValueError: the checkpoint would be served wrongly.
     """
     if not server_args.enable_orbit_slots:
         return original(cls, server_args, *args, **kwargs)
     hooks.require_applied()
+    check_checkpoint(server_args.model_path, server_args.device)
     launched = original(cls, server_args, *args, **kwargs)
     infos = launched[3].scheduler_infos
     if missing := [rank for rank, info in enumerate(infos) if INIT_INFO_KEY not in info]:

@@ -22,6 +22,11 @@ class StatusRequest(ControlRequest):
 
 
 @dataclasses.dataclass(kw_only=True)
+class BaseManifestRequest(ControlRequest):
+    """``GET /orbit/base``."""
+
+
+@dataclasses.dataclass(kw_only=True)
 class StageRequest(ControlRequest):
     """``POST /orbit/stage``; ``path`` is the spooled payload, readable until the reply."""
 

@@ -4,6 +4,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookType
 
 from orbit_sglang import cpu, flags, forward, hooks, launch, reporting, routes, scheduler, seeds
+from orbit_sglang.quant import compressed_tensors, experts, fp8, loading, modelopt
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager."
@@ -16,7 +17,7 @@ _STREAM_PARAMETERS = ("self", "adapted_request", "request", "raw_request")
 _RESPONSE_PARAMETERS = ("self", "request", "ret", "created")
 
 
-def hook_table() -> list[hooks.Hook]:
+def hook_table() -> list[hooks.Hook | hooks.CpuAttribute]:
     """Every hook on SGLang 0.5.12."""
     before, after, around = HookType.BEFORE, HookType.AFTER, HookType.AROUND
     hook = hooks.Hook
@@ -30,6 +31,23 @@ def hook_table() -> list[hooks.Hook]:
             launch.around_launch,
             ("cls", "server_args"),
         ),
+        hook(
+            "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_and_postprocess",
+            around,
+            loading.around_load,
+            ("model", "weights", "target_device"),
+        ),
+        hook(
+            "sglang.srt.configs.update_config.update_intermediate_size",
+            around,
+            loading.around_width_padding,
+            ("model_config", "attr_name", "intermediate_padding_size"),
+            cpu_only=True,
+        ),
+        *fp8.hook_table(),
+        *compressed_tensors.hook_table(),
+        *modelopt.hook_table(),
+        *experts.hook_table(),
         hook(_RUNNER + "load_model", after, forward.after_load_model, ("self",)),
         hook(_RUNNER + "forward", around, forward.around_forward, ("self", "forward_batch")),
         hook(
@@ -49,6 +67,14 @@ def hook_table() -> list[hooks.Hook]:
             seeds.after_from_schedule_batch,
             ("cls", "batch", "vocab_size"),
         ),
+        hook(
+            "sglang.srt.layers.sampler.multinomial_with_seed",
+            HookType.REPLACE,
+            seeds.multinomial_with_seed,
+            ("logprobs", "seed", "positions"),
+            cpu_only=True,
+        ),
+        *cpu.replacements(),
         hook(_TOKENIZER + "init_request_dispatcher", after, routes.install, ("self",)),
         hook(_TOKENIZER + "_handle_batch_output", before, reporting.before_batch_output, ("self", "recv_obj")),
         hook(_TOKENIZER + "generate_request", around, reporting.around_generate, ("self", "obj", "request")),
@@ -75,6 +101,5 @@ def register() -> None:
         return
     _registered = True  # before load_plugins, which calls this function again
     flags.inject_fields()
-    cpu.install()
     hooks.register(hook_table())
     load_plugins()

@@ -2,10 +2,12 @@
 
 SGLang 0.5.12 drops keys that its request models do not declare, and the models are frozen into the routes when
 ``http_server`` is imported, before or after the plugin. So the key moves, ahead of the routes, to the field that does
-reach the scheduler: ``custom_params``, inside ``sampling_params`` for the native route.
+reach the scheduler: ``custom_params``, inside ``sampling_params`` for the native route. The other generation routes build
+their sampling parameters from fields of their own and would drop it, so they refuse the key.
 """
 
 import json
+import os
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -16,6 +18,15 @@ from orbit_sglang.versions import REQUESTED_VERSION_KEY
 
 NATIVE_PATH = "/generate"
 OPENAI_PATHS = ("/v1/completions", "/v1/chat/completions")
+# Named as SGLang 0.5.12 names them (entrypoints/http_server.py:1666-1799).
+OTHER_PATHS = (
+    "/v1/responses",
+    "/v1/messages",
+    "/invocations",
+    os.environ.get("SGLANG_OLLAMA_CHAT_ROUTE", "/api/chat"),
+    os.environ.get("SGLANG_OLLAMA_GENERATE_ROUTE", "/api/generate"),
+    os.environ.get("AIP_PREDICT_ROUTE", "/vertex_generate"),
+)
 
 
 class VersionInBody:
@@ -26,7 +37,7 @@ class VersionInBody:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        if scope["type"] == "http" and scope["path"] in (NATIVE_PATH, *OPENAI_PATHS):
+        if scope["type"] == "http" and scope["path"] in (NATIVE_PATH, *OPENAI_PATHS, *OTHER_PATHS):
             body, disconnected = await _read(receive)
             try:
                 if not disconnected:
@@ -41,7 +52,7 @@ def move_version(body: bytes, path: str) -> bytes:
     """The body with a top-level ``orbit_version`` moved to where the scheduler finds it.
 
     Raises:
-        ValueError: ``sampling_params`` or ``custom_params`` is no object, so that the version has no place to go.
+        ValueError: the route has no place for it, or ``sampling_params`` or ``custom_params`` is no object.
     """
     if REQUESTED_VERSION_KEY.encode() not in body:
         return body
@@ -49,6 +60,9 @@ def move_version(body: bytes, path: str) -> bytes:
         request = json.loads(body)
     except ValueError:
         return body
+    if path in OTHER_PATHS and _has_key(request):
+        supported = ", ".join((NATIVE_PATH, *OPENAI_PATHS))
+        raise ValueError(f"{path} cannot choose a version; send {REQUESTED_VERSION_KEY} to one of {supported}")
     if not isinstance(request, dict) or REQUESTED_VERSION_KEY not in request:
         return body
     version = request.pop(REQUESTED_VERSION_KEY)
@@ -56,6 +70,13 @@ def move_version(body: bytes, path: str) -> bytes:
         custom_params = _object(_object(holder, "sampling_params").get("custom_params") or {}, "custom_params")
         holder["custom_params"] = {**custom_params, REQUESTED_VERSION_KEY: version}
     return json.dumps(request).encode()
+
+
+def _has_key(value: Any) -> bool:
+    """Whether the key occurs in a JSON value, at any depth."""
+    if isinstance(value, dict):
+        return REQUESTED_VERSION_KEY in value or any(_has_key(item) for item in value.values())
+    return isinstance(value, list) and any(_has_key(item) for item in value)
 
 
 def _object(value: Any, name: str) -> dict[str, Any]:

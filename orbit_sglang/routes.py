@@ -20,7 +20,7 @@ INFLIGHT_MODES = ("finish", "switch")
 
 
 class Routes:
-    """The endpoints; all but ``status`` need the server's key where one is set, like SGLang's own admin routes."""
+    """The endpoints; all but ``status`` and ``base`` need the server's key where one is set, like SGLang's own admin routes."""
 
     def __init__(self, frontend: Frontend):
         self._frontend = frontend
@@ -32,6 +32,7 @@ class Routes:
         (``utils/common.py:1569``), which a router included by FastAPI no longer has.
         """
         app.add_api_route("/orbit/status", self.status, methods=["GET"])
+        app.add_api_route("/orbit/base", self.base, methods=["GET"])
         app.add_api_route("/orbit/stage", self.stage, methods=["POST"])
         app.add_api_route("/orbit/activate", self.activate, methods=["POST"])
         app.add_api_route("/orbit/rollback", self.rollback, methods=["POST"])
@@ -41,6 +42,10 @@ class Routes:
     async def status(self) -> Response:
         """Slots, versions, requests per version and counters."""
         return await _answer(lambda: self._frontend.call(messages.StatusRequest()))
+
+    async def base(self) -> Response:
+        """The manifest of the frozen base, as it was loaded."""
+        return await _answer(lambda: self._frontend.call(messages.BaseManifestRequest()))
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def stage(self, request: Request) -> Response:

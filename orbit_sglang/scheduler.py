@@ -67,6 +67,7 @@ class SlotScheduler:
         return TypeBasedDispatcher(
             [
                 (messages.StatusRequest, self._guarded(self._status)),
+                (messages.BaseManifestRequest, self._guarded(self._base)),
                 (messages.StageRequest, self._guarded(self._stage)),
                 (messages.ActivateRequest, self._guarded(self._activate)),
                 (messages.RollbackRequest, self._guarded(self._rollback)),
@@ -142,7 +143,7 @@ class SlotScheduler:
             "staging": self._versions.staging_version,
             "adapter": {
                 "type": self._config.adapter,
-                "block_size": self._config.block_size,
+                self._config.method.size_field: self._config.size,
                 "fused": self._config.fused,
             },
             "requests": {str(version): count for version, count in sorted(self._in_use().items())},
@@ -150,6 +151,9 @@ class SlotScheduler:
             "last_activate_pause_ms": self._last_pause_ms,
             "busy_s": self._busy_s,
         }
+
+    def _base(self, request: messages.BaseManifestRequest) -> dict[str, Any]:
+        return self._scheduler.tp_worker.model_runner.model.orbit_base
 
     def _stage(self, request: messages.StageRequest) -> None:
         try:

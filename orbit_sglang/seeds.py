@@ -10,7 +10,6 @@ Dimension suffixes: R requests, V vocabulary.
 import random
 
 import torch
-from sglang.srt.layers import sampler
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.server_args import get_global_server_args
@@ -30,17 +29,10 @@ def after_from_schedule_batch(result: SamplingBatchInfo, cls: type, batch: Sched
     result.sampling_seed = torch.tensor(seeds, dtype=torch.int64, device=result.temperatures.device)
 
 
-def install_on_cpu() -> None:
-    """Replace the seeded sampler that needs Triton (``layers/sampler.py:565`` of SGLang 0.5.12)."""
-    if not hasattr(sampler, "multinomial_with_seed"):
-        raise RuntimeError(
-            "SGLang has no sampler.multinomial_with_seed to replace; install the pinned SGLang (make setup)"
-        )
-    sampler.multinomial_with_seed = multinomial_with_seed
-
-
 def multinomial_with_seed(logprobs_RV: torch.Tensor, seed_R: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
     """Sample one token a row by the Gumbel-max trick; the noise depends on seed, position and token only.
+
+    On a CPU it replaces SGLang's function of the same name, which needs Triton (``layers/sampler.py:565`` of 0.5.12).
 
     Args:
         logprobs_RV: log-probabilities, in nats.

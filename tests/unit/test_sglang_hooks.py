@@ -1,11 +1,19 @@
+import dataclasses
+
 import pytest
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from orbit_sglang import hooks
 
+LIMIT = object()
+OTHER = object()
+
 
 class Target:
     def method(self, value):
+        return value
+
+    def elsewhere(self, value):
         return value
 
     @classmethod
@@ -42,6 +50,27 @@ def test_a_wrapper_of_someone_else_is_no_proof():
         return original(self, value)
 
     assert hook("method", "self", "value", function=other).problem() == "the hook is not applied"
+
+
+def test_a_hook_for_a_cpu_is_left_alone_on_another_device(monkeypatch):
+    monkeypatch.setattr(hooks, "is_cpu", lambda: False)
+    elsewhere = dataclasses.replace(hook("elsewhere", "self", "value"), cpu_only=True)
+    hooks.register([elsewhere])
+    HookRegistry.apply_hooks()
+    assert Target().elsewhere(3) == 3
+    assert [(status.needed, status.problem) for status in hooks.hook_report()] == [(False, None)]
+    hooks.require_applied()
+    monkeypatch.setattr(hooks, "is_cpu", lambda: True)
+    assert elsewhere.problem() == "the hook is not applied"
+
+
+def test_a_replaced_attribute_is_reported_when_it_was_not_what_was_expected(monkeypatch):
+    monkeypatch.setattr(hooks, "is_cpu", lambda: True)
+    right = hooks.CpuAttribute(f"{__name__}.LIMIT", expected=LIMIT, value=object())
+    wrong = hooks.CpuAttribute(f"{__name__}.OTHER", expected=LIMIT, value=object())
+    hooks.register([right, wrong])
+    assert right.value is LIMIT and right.problem() is None
+    assert "expected" in wrong.problem()
 
 
 def test_a_target_that_moved_or_changed_is_named():

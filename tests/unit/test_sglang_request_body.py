@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from orbit_sglang.request_body import VersionInBody, move_version
+from orbit_sglang.request_body import OTHER_PATHS, VersionInBody, move_version
 
 
 def moved(body: dict, path: str) -> dict:
@@ -44,6 +44,14 @@ def test_other_bodies_pass_unchanged(body):
 def test_params_that_cannot_hold_the_version_are_refused(params):
     with pytest.raises(ValueError, match="must be a JSON object"):
         moved({"text": "a", "orbit_version": 1, "sampling_params": params}, "/generate")
+
+
+@pytest.mark.parametrize("path", OTHER_PATHS)
+@pytest.mark.parametrize("body", [{"orbit_version": 1}, {"instances": [{"text": "a", "orbit_version": 0}]}])
+def test_routes_that_would_drop_the_version_refuse_it(path, body):
+    with pytest.raises(ValueError, match=f"{path} cannot choose a version"):
+        moved(body, path)
+    assert moved({"input": "orbit_version"}, path) == {"input": "orbit_version"}
 
 
 def test_middleware_joins_chunks_and_keeps_later_messages():

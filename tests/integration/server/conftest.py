@@ -8,6 +8,7 @@ import torch
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 import harness  # noqa: E402
+import quantized_models  # noqa: E402
 import tiny_models  # noqa: E402
 
 KEY = "the-key"
@@ -16,6 +17,11 @@ LLAMA_FLAGS = (
     "--enable-orbit-slots", "--dtype", "float32", "--orbit-fused", "split", "--orbit-block-size", "16", "--enable-metrics",
     "--orbit-max-adapter-bytes", "2000000", "--orbit-stage-timeout-s", "3", "--skip-tokenizer-init",
     "--disable-overlap-schedule", "--chunked-prefill-size", "64", "--admin-api-key", KEY,
+)  # fmt: skip
+
+LORA_FLAGS = (
+    "--enable-orbit-slots", "--dtype", "float32", "--orbit-adapter", "lora", "--orbit-rank", "4", "--orbit-fused", "split",
+    "--skip-tokenizer-init",
 )  # fmt: skip
 
 
@@ -33,13 +39,25 @@ class Servers:
         save = {"qwen3": tiny_models.save_qwen3, "llama": tiny_models.save_llama}[family]
         return folder if folder.exists() else save(folder, dtype)
 
-    def get(self, family: str, *flags: str, key: str | None = None) -> harness.Server:
-        wanted = (family, *flags)
+    def ragged(self, family: str) -> pathlib.Path:
+        """A BF16 checkpoint of sizes that no block divides."""
+        folder = self._folder / f"{family}-ragged"
+        save = {"qwen3": tiny_models.save_qwen3, "llama": tiny_models.save_llama}[family]
+        return folder if folder.exists() else save(folder, torch.bfloat16, tiny_models.RAGGED_SIZES)
+
+    def quantized(self, family: str, style: str, plain: str = "lm_head") -> pathlib.Path:
+        """It in a low-precision format, but for the linears with ``plain`` in their name."""
+        folder = self._folder / f"{family}-{style}-{plain}"
+        return folder if folder.exists() else quantized_models.save(self.ragged(family), folder, style, plain)
+
+    def get(self, family: str, *flags: str, key: str | None = None, style: str | None = None) -> harness.Server:
+        wanted = (family, style, *flags)
         if self._running != wanted:
             self.stop()
             self._running = wanted
             log = self._folder / f"{family}-{len(list(self._folder.glob('*.log')))}.log"
-            self._server = self._stack.enter_context(harness.serve(self.checkpoint(family), log, *flags, key=key))
+            folder = self.checkpoint(family) if style is None else self.quantized(family, style)
+            self._server = self._stack.enter_context(harness.serve(folder, log, *flags, key=key))
         if self._server is None:
             pytest.fail(f"the server {wanted} did not start; see the first test that needs it")
         return self._server
@@ -66,6 +84,12 @@ def qwen3(servers):
 def llama(servers):
     """Llama with tied embeddings, split rotations, no overlap, small prefill chunks, an admin key."""
     return _idle_on_base(servers.get("llama", *LLAMA_FLAGS, key=KEY))
+
+
+@pytest.fixture
+def lora(servers):
+    """Llama with tied embeddings, LoRA with an A for each part."""
+    return _idle_on_base(servers.get("llama", *LORA_FLAGS))
 
 
 def _idle_on_base(server: harness.Server) -> harness.Server:

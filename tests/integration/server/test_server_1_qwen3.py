@@ -180,7 +180,7 @@ def test_abandoned_requests_free_their_slot(qwen3):
     """field-cases #19."""
     version = qwen3.install(tiny_models.random_adapter(1))
     long = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1500, "ignore_eos": True}}
-    four = {"input_ids": [PROMPT, PROMPT[1:]], "sampling_params": {"max_new_tokens": 64, "ignore_eos": True, "n": 4}}
+    four = {"input_ids": [PROMPT, PROMPT[1:]], "sampling_params": {"max_new_tokens": 256, "ignore_eos": True, "n": 4}}
     finishing = Running(lambda: qwen3.post("/generate", four).json())
     aborted = Running(lambda: qwen3.post("/generate", {**long, "rid": "aborted"}).json())
     with requests.post(qwen3.url + "/generate", json={**long, "stream": True}, stream=True, timeout=60):

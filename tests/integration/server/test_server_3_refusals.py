@@ -83,7 +83,7 @@ def test_one_unknown_name_among_eight_is_listed(qwen3):
 
 def test_an_adapter_that_matches_nothing_is_refused(qwen3):
     """field-cases #3."""
-    config = tiny_models.AdapterConfig(block_size=32, target_modules=("wqkv",))
+    config = tiny_models.AdapterConfig(target_modules=("wqkv",))
     error = refuse(qwen3, Adapter({"base_model.model.wqkv.oft_R.weight": torch.zeros(2, 496)}, config))
     assert any("match no linear of the model" in problem for problem in error["detail"])
 

@@ -83,8 +83,12 @@ def test_every_hook_is_applied(server_args):
         ({"enable_torch_compile": True}, "enable_torch_compile=True"),
         ({"orbit_block_size": 1}, "--orbit-block-size 1"),
         ({"orbit_fused": "both"}, "--orbit-fused 'both'"),
-        ({"orbit_adapter": "lora"}, "--orbit-adapter 'lora'"),
+        ({"orbit_adapter": "boft"}, "--orbit-adapter 'boft': must be one of oft, lora"),
+        ({"orbit_rank": 0}, "--orbit-rank 0"),
         ({"orbit_max_adapter_bytes": 0}, "--orbit-max-adapter-bytes 0"),
+        ({"orbit_base_activations": "some"}, "--orbit-base-activations 'some'"),
+        ({"orbit_dequant_chunk_mb": 0}, "--orbit-dequant-chunk-mb 0"),
+        ({"load_format": "dummy"}, "load_format='dummy'"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason(server_args, changes, reason):

@@ -10,6 +10,9 @@ import tiny_models
 import torch
 from conftest import KEY
 from harness import PROMPT, Running, output_logprobs, prompt_logprobs, spans, wait_for
+from quantized_models import difference_from_files
+
+from orbit_kernels.manifest import BaseManifest
 
 
 def split_adapter(seed: int, **kwargs):
@@ -91,6 +94,12 @@ def test_state_changing_routes_need_the_key(llama):
         assert requests.request(method, llama.url + path, data=body, headers=wrong, timeout=10).status_code == 401
     after = llama.status()
     assert (after["slots"], after["highest_seen"]) == (before["slots"], before["highest_seen"])
+
+
+def test_the_base_is_that_of_the_files_with_a_tied_head_once(llama, servers):
+    served = BaseManifest.from_json(requests.get(llama.url + "/orbit/base", timeout=10).text)
+    assert difference_from_files(servers.checkpoint("llama"), served) is None
+    assert "lm_head.weight" not in served.tensors and len(served.formats) == 3 * 7
 
 
 def test_a_payload_beyond_the_limit_is_refused(llama):

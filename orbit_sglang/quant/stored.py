@@ -1,0 +1,141 @@
+"""The tensors of a checkpoint, found again in SGLang's loaded parameters. Valid until SGLang repacks them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from orbit_kernels.formats import BaseScheme, Bf16Format, TensorSpec, WeightFormat
+from orbit_kernels.frozen import StoredWeight
+from orbit_sglang.naming import part_names
+
+SHAPE_LEAF = "weight_shape"
+UE8M0_NAN = 0xFF
+
+
+def common_format(parts: Sequence[str], scheme: BaseScheme) -> WeightFormat:
+    """The format of linears that are fused into one.
+
+    Raises:
+        ValueError: they have different ones.
+    """
+    formats = {part: scheme.format_of(part) for part in parts}
+    if len(set(formats.values())) > 1:
+        described = ", ".join(f"{part} {weight_format.describe()}" for part, weight_format in formats.items())
+        raise ValueError(f"linears that are fused into one have different formats: {described}; quantise them alike")
+    return formats[parts[0]]
+
+
+def is_quantized(layer: LinearBase) -> bool:
+    """Whether SGLang holds the weight in a low-precision format."""
+    return not isinstance(layer.quant_method, UnquantizedLinearMethod)
+
+
+def invalidate_scales(model: torch.nn.Module, scheme: BaseScheme) -> None:
+    """Fill the small tensors of quantised linears with values that ``check_values`` finds, should nothing be loaded.
+
+    SGLang allocates parameters uninitialised, and only warns of a tensor of the checkpoint that it has no place for.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, LinearBase) and is_quantized(module):
+            leaves = scheme.format_of(part_names(name)[0]).value_leaves
+            for parameter in (getattr(module, leaf) for leaf in leaves if leaf in dict(module.named_parameters())):
+                if parameter.is_floating_point():
+                    parameter.data.fill_(torch.nan)
+                elif parameter.dtype == torch.uint8:
+                    parameter.data.fill_(UE8M0_NAN)
+
+
+def check_values(linears: Mapping[str, Mapping[str, StoredWeight]]) -> None:
+    """Hold the loaded scales against what scales can be.
+
+    Raises:
+        ValueError: impossible values, of tensors that were not loaded for instance; all are listed.
+    """
+    problems = [
+        f"{part}.{problem}"
+        for parts in linears.values()
+        for part, weight in parts.items()
+        for problem in weight.format.problems({leaf: weight.tensors[leaf] for leaf in weight.format.value_leaves})
+    ]
+    if problems:
+        raise ValueError(f"SGLang did not load the checkpoint as it is: {'; '.join(problems)}")
+
+
+def stored_linears(model: torch.nn.Module, scheme: BaseScheme) -> dict[str, dict[str, StoredWeight]]:
+    """The parts of every linear inside the layers, by SGLang's name and then by Hugging Face's.
+
+    The tensors are views of SGLang's parameters, copies only where SGLang changed the dtype.
+
+    Raises:
+        ValueError: SGLang holds a linear in another format than the checkpoint has.
+    """
+    return {
+        name: _stored_parts(name, module, scheme)
+        for name, module in model.named_modules()
+        if isinstance(module, LinearBase)
+    }
+
+
+def checkpoint_tensors(
+    model: torch.nn.Module, linears: Mapping[str, Mapping[str, StoredWeight]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the base by its name in the checkpoint: a shared one once, vocabularies without padding."""
+    for name, module in model.named_modules():
+        if name in linears:
+            for part, weight in linears[name].items():
+                yield from ((f"{part}.{leaf}", tensor) for leaf, tensor in weight.tensors.items())
+            if getattr(module, "bias", None) is not None:
+                biases = module.bias.detach().split([weight.rows for weight in linears[name].values()])
+                yield from ((f"{part}.bias", bias) for part, bias in zip(linears[name], biases, strict=True))
+            continue
+        if isinstance(module, RadixAttention):  # its parameters are scales of the KV cache, which is not quantised
+            continue
+        rows = module.org_vocab_size if isinstance(module, VocabParallelEmbedding) else None
+        for leaf, parameter in module.named_parameters(recurse=False):
+            yield f"{name}.{leaf}", parameter.detach()[:rows]
+
+
+def _stored_parts(name: str, layer: LinearBase, scheme: BaseScheme) -> dict[str, StoredWeight]:
+    parts = part_names(name)
+    rows = list(layer.output_partition_sizes) if len(parts) > 1 else [layer.output_size]
+    held = {leaf: value.detach() for leaf, value in layer.named_parameters(recurse=False) if leaf != "bias"}
+    weight_format = _format(layer, parts, scheme)
+    specs = [weight_format.specs(part_rows, layer.input_size) for part_rows in rows]
+    if held.keys() != specs[0].keys():
+        raise ValueError(
+            f"{name}: SGLang holds {sorted(held)}, and the format {weight_format.name} has {sorted(specs[0])}; check "
+            "the ignored layers of quantization_config against the checkpoint's tensors"
+        )
+    split = {leaf: _split(leaf, stack, [spec[leaf] for spec in specs], rows, layer) for leaf, stack in held.items()}
+    return {
+        part: StoredWeight(
+            format=weight_format,
+            rows=part_rows,
+            columns=layer.input_size,
+            tensors={leaf: tensors[index] for leaf, tensors in split.items()},
+        )
+        for index, (part, part_rows) in enumerate(zip(parts, rows, strict=True))
+    }
+
+
+def _format(layer: LinearBase, parts: Sequence[str], scheme: BaseScheme) -> WeightFormat:
+    weight_format = common_format(parts, scheme)
+    if isinstance(weight_format, Bf16Format) and not is_quantized(layer):
+        return Bf16Format(dtype=layer.weight.dtype)  # the server's --dtype, not the file's
+    return weight_format
+
+
+def _split(
+    leaf: str, stack: torch.Tensor, specs: Sequence[TensorSpec], rows: Sequence[int], layer: LinearBase
+) -> list[torch.Tensor]:
+    """One parameter of SGLang's as the tensors of the parts."""
+    if leaf == SHAPE_LEAF:
+        # SGLang 0.5.12 loads the shapes of all parts over one another (compressed_tensors_wNa16.py:185).
+        return [torch.tensor([part_rows, layer.input_size], dtype=specs[0].dtype) for part_rows in rows]
+    sizes = [spec.shape[0] if len(spec.shape) > 1 else 1 for spec in specs]
+    tensors = stack.split(sizes)
+    return [tensor.reshape(spec.shape).to(spec.dtype) for tensor, spec in zip(tensors, specs, strict=True)]

@@ -1,0 +1,107 @@
+"""What the slotted linears of all adapter methods have in common.
+
+Dimension suffixes: T tokens of a batch, I input width, O output width.
+"""
+
+import abc
+from collections.abc import Mapping
+
+import torch
+
+from orbit_kernels.methods import AdapterMethod
+from orbit_kernels.wire import Adapter
+from orbit_sglang.versions import BASE_SLOT, SLOTS
+
+Slots = int | torch.Tensor
+"""The slot of all rows, or the slot of each, int32 [T, 1]."""
+
+
+class SlottedLinear(abc.ABC):
+    """An adapter per slot for one frozen linear, all at fixed addresses; the linear itself stays SGLang's.
+
+    Args:
+        parts: rows of each part by its Hugging Face name, one for a linear that is not fused.
+        columns: I.
+        method: the adapter's kind and size, which the slots are made for.
+        split: whether each part has its own tensor on the input, or one is tied to all.
+        dtype: dtype of the activations, in which the slots are kept.
+        device: of the slots.
+
+    ``slots`` holds each slot's tensors: their contents change while no request uses the slot, their addresses never.
+
+    Raises:
+        ValueError: the method cannot adapt a linear of this width.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, int],
+        columns: int,
+        method: AdapterMethod,
+        *,
+        split: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.parts = dict(parts)
+        self._method = method
+        self._split = split and len(parts) > 1
+        self._shapes = {part: method.shapes(rows, columns, part) for part, rows in parts.items()}
+        self._identity = self._identity_tensors(dtype, device)
+        self.slots = {
+            slot: tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in self._identity)
+            for slot in SLOTS
+        }
+        self._adapted = dict.fromkeys((BASE_SLOT, *SLOTS), False)
+
+    def problems(self, adapter: Adapter) -> list[str]:
+        """Parts that differ although this linear has one tensor for the input of all."""
+        if self._split:
+            return []
+        leaf = self._method.shared_leaf
+        tensors = {part: adapter.module_tensors(part).get(leaf) for part in self.parts}
+        if not self._method.acts_on_input:
+            tensors = {part: tensor for part, tensor in tensors.items() if tensor is not None}
+        first = next(iter(tensors), None)
+        differing = [part for part, tensor in tensors.items() if not _same(tensors[first], tensor)]
+        if not differing:
+            return []
+        return [
+            f"{', '.join(differing)}: {leaf} differs from {first}'s, and the server ties the parts of a fused projection; "
+            "train with orbit.adapter.fused=tied or start the server with --orbit-fused split"
+        ]
+
+    @abc.abstractmethod
+    def prepare(self, adapter: Adapter) -> tuple[torch.Tensor, ...] | None:
+        """A slot's tensors in fp32, computed from an accepted adapter; None where it leaves this linear alone.
+
+        Touches no slot; safe on another thread while the linear runs.
+        """
+
+    def write(self, slot: int, prepared: tuple[torch.Tensor, ...] | None) -> None:
+        """Copy the outcome of ``prepare`` into a slot that no request uses."""
+        for target, source in zip(self.slots[slot], prepared or self._identity, strict=True):
+            target.copy_(source)
+        self._adapted[slot] = prepared is not None
+
+    def is_idle(self, slots: Slots) -> bool:
+        """Whether these rows are known to have no adapter here, so that the frozen linear alone computes them."""
+        return isinstance(slots, int) and not self._adapted[slots]
+
+    @abc.abstractmethod
+    def inputs(self, x_TI: torch.Tensor, slots: Slots) -> list[torch.Tensor]:
+        """What the frozen weight reads: one input for all parts, or one for each."""
+
+    @abc.abstractmethod
+    def output(self, x_TI: torch.Tensor, y_TO: torch.Tensor, slots: Slots) -> torch.Tensor:
+        """The adapted output, from the linear's own input and from the frozen weight's output."""
+
+    @abc.abstractmethod
+    def _identity_tensors(self, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """What an empty slot holds, as views without memory of their own."""
+
+
+def _same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
+    if left is None or right is None:
+        return left is right
+    return left.dtype == right.dtype and torch.equal(left, right)

@@ -1,0 +1,141 @@
+"""The tiny checkpoints in every low-precision format, and transformers' model on their dequantised weights."""
+
+import json
+import pathlib
+import re
+import shutil
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from orbit_kernels.checkpoint import HFCheckpoint
+from orbit_kernels.formats import Fp8Format, Int4Format, Mxfp4Format, Nvfp4Format, WeightFormat, read_base_scheme
+from orbit_kernels.formats.scheme.write import quantization_config
+from orbit_kernels.frozen import StoredWeight
+from orbit_kernels.manifest import BaseManifest, first_difference
+from orbit_kernels.wire import Adapter
+from orbit_sglang.naming import fused_with
+
+STYLES: dict[str, WeightFormat] = {
+    "fp8": Fp8Format(),
+    "fp8_ue8m0": Fp8Format(scale_dtype="ue8m0"),
+    "int4": Int4Format(),
+    "int4_asymmetric": Int4Format(symmetric=False),
+    "nvfp4": Nvfp4Format(),
+    "nvfp4_weight_only": Nvfp4Format(quantized_input=False),
+    "nvfp4_modelopt": Nvfp4Format(style="modelopt"),
+    "mxfp4": Mxfp4Format(),
+}
+_LINEAR = re.compile(r"(?P<module>model\.layers\.\d+\..*_proj)\.weight")
+_LARGEST_INPUT = {"q_proj": 6.0, "k_proj": 7.0, "v_proj": 8.0, "gate_proj": 5.0, "up_proj": 6.0}
+
+
+def save(source: pathlib.Path, folder: pathlib.Path, style: str, plain: str = "lm_head") -> pathlib.Path:
+    """A BF16 checkpoint with its linears quantised, but for those with ``plain`` in their name.
+
+    The parts of a fused linear have NVFP4 scales of their own.
+    """
+    shutil.copytree(source, folder)
+    checkpoint = HFCheckpoint(source)
+    tensors, ignored = {}, {"lm_head"}
+    for name in checkpoint.specs:
+        match = _LINEAR.fullmatch(name)
+        if match is None or plain in name:
+            tensors[name] = checkpoint.tensor(name)
+            ignored |= {match["module"]} if match else set()
+            continue
+        module = match["module"]
+        stored = _quantize(STYLES[style], module, checkpoint.tensor(name))
+        tensors |= {f"{module}.{leaf}": tensor for leaf, tensor in stored.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    change_config(folder, quantization_config=_config(style, sorted(ignored)))
+    return folder
+
+
+def change_config(folder: pathlib.Path, **fields) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(_config_fields(folder) | fields))
+
+
+def stored_weights(folder: pathlib.Path) -> dict[str, StoredWeight]:
+    """The quantised linears of a checkpoint by name, read without SGLang."""
+    checkpoint = HFCheckpoint(folder)
+    scheme = read_base_scheme(_config_fields(folder))
+    weights = {}
+    for name, module in _empty_model(folder, torch.float32).named_modules():
+        weight_format = scheme.format_of(name)
+        if isinstance(module, torch.nn.Linear) and weight_format.name != "bf16":
+            shape = module.out_features, module.in_features
+            weights[name] = StoredWeight(weight_format, *shape, checkpoint.stored_weight(name, weight_format, *shape))
+    return weights
+
+
+def difference_from_files(folder: pathlib.Path, served: BaseManifest) -> str | None:
+    """The first difference between a served base and the files of its checkpoint, read without SGLang."""
+    checkpoint = HFCheckpoint(folder)
+    scheme = read_base_scheme(_config_fields(folder))
+    modules = {name.rsplit(".", 1)[0] for name in checkpoint.specs if "_proj." in name}
+    formats = {module: scheme.format_of(module) for module in modules}
+    files = BaseManifest.of(formats, ((name, checkpoint.tensor(name)) for name in checkpoint.specs))
+    return first_difference(files, served, ("the files", "the server"))
+
+
+def transformers_model(folder: pathlib.Path, dtype: torch.dtype, *, deployed: bool = False) -> PreTrainedModel:
+    """Transformers' model with the dequantised weights of a checkpoint.
+
+    ``deployed`` puts in front of each linear what its kernel does to its input.
+    """
+    checkpoint, weights = HFCheckpoint(folder), stored_weights(folder)
+    model = _empty_model(folder, dtype)
+    for name, parameter in model.named_parameters():
+        weight = weights.get(name.removesuffix(".weight"))
+        parameter.data.copy_(checkpoint.tensor(name) if weight is None else weight.dequantize(dtype))
+    for name, weight in weights.items() if deployed else ():
+        model.get_submodule(name).register_forward_pre_hook(_input_hook(weights, name, weight.format))
+    return model
+
+
+def logprobs(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """Log-probs of the whole vocabulary at each of ``tokens`` [tokens, V], teacher-forced."""
+    with torch.no_grad():
+        logits_TV = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    return logits_TV.float().log_softmax(-1)
+
+
+def save_adapter(adapter: Adapter, folder: pathlib.Path) -> pathlib.Path:
+    """An adapter in peft's folder layout."""
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(adapter.config.to_peft_json())
+    save_file({name: tensor.clone() for name, tensor in adapter.tensors.items()}, folder / "adapter_model.safetensors")
+    return folder
+
+
+def _config_fields(folder: pathlib.Path) -> dict:
+    return json.loads((folder / "config.json").read_text())
+
+
+def _empty_model(folder: pathlib.Path, dtype: torch.dtype) -> PreTrainedModel:
+    fields = _config_fields(folder)
+    fields.pop("quantization_config", None)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=dtype).eval()
+
+
+def _input_hook(weights, name: str, weight_format: WeightFormat):
+    parts = [weights[part].tensors for part in fused_with(name)]
+    return lambda _module, inputs: (weight_format.model_input(inputs[0].flatten(0, -2), parts).view_as(inputs[0]),)
+
+
+def _quantize(weight_format: WeightFormat, module: str, weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
+    if isinstance(weight_format, Nvfp4Format) and weight_format.quantized_input:
+        largest_input = _LARGEST_INPUT.get(module.rsplit(".", 1)[-1], 4.0)
+        return weight_format.quantize(weight_OI, largest_input=largest_input)
+    return weight_format.quantize(weight_OI)
+
+
+def _config(style: str, ignored: list[str]) -> dict:
+    if style != "nvfp4_modelopt":
+        return quantization_config(STYLES[style], ignored)
+    arguments = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+    group = {"targets": ["Linear"], "weights": arguments, "input_activations": arguments}
+    return {"quant_method": "modelopt", "quant_algo": "NVFP4", "config_groups": {"group_0": group}, "ignore": ignored}
