@@ -56,6 +56,23 @@ prepare_once() {
     fi
 }
 
+# model_folder PREPARED PRECISION: where the checkpoint of a precision lies.
+model_folder() {
+    if [[ "$2" == bf16 ]]; then echo "$1/model"; else echo "$1/model_$2"; fi
+}
+
+# quantize_once PREPARED PRECISION: make the checkpoint of a precision from the BF16 one, when it is the run's model.
+quantize_once() {
+    local out options=()
+    out="$(model_folder "$1" "$2")"
+    if [[ "${DRY_RUN:-0}" == 1 || "$2" == bf16 || "$MODEL_PATH" != "$out" || -d "$out" ]]; then
+        return
+    fi
+    # 64 divides the key and value rows of both small models; SGLang needs whole FP8 blocks in fused linears.
+    if [[ "$2" == fp8 ]]; then options=(--group-size 64); fi
+    "$ROOT/.venv/bin/orbit" quantize --model "$1/model" --format "$2" "${options[@]}" --out "$out" >&2
+}
+
 # run_recipe OVERRIDE...: replace this shell by the run, or by a print-out of its configuration when DRY_RUN=1.
 run_recipe() {
     local show=()

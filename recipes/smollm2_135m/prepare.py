@@ -1,4 +1,4 @@
-"""Make the base checkpoint and the data sets of ``smollm2_135m_bf16.sh``.
+"""Make the base checkpoint and the data sets of the ``smollm2_135m_*.sh`` recipes.
 
     python -m recipes.smollm2_135m.prepare --out DIR
 

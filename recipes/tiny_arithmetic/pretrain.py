@@ -1,4 +1,4 @@
-"""Train a small Qwen3 from scratch to a middling accuracy: the base that RL then keeps frozen."""
+"""Train a small Qwen3, dense or with experts, from scratch to a middling accuracy: the base that RL then keeps frozen."""
 
 import dataclasses
 import functools
@@ -8,7 +8,13 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from recipes.tiny_arithmetic.data import Problem, forget_carries
 from recipes.tiny_arithmetic.tokenizer import build_tokenizer
@@ -16,6 +22,7 @@ from recipes.tiny_arithmetic.tokenizer import build_tokenizer
 logger = logging.getLogger(__name__)
 
 CONTEXT_TOKENS = 64
+EXPERTS_PER_TOKEN = 2
 _IGNORED_LABEL = -100
 _LOG_EVERY_STEPS = 100
 _WARMUP_STEPS = 50
@@ -31,6 +38,7 @@ class PretrainConfig:
     Args:
         hidden_size: width of the residual stream; a multiple of 64.
         num_layers: decoder layers.
+        num_experts: experts in every layer, each as wide as the residual stream, two for each token; 0 for a dense model.
         num_right_steps: optimiser steps on right sums.
         num_careless_steps: optimiser steps on the corpus with mistakes, while the learning rate falls to 0.
         forgotten_carry_rate: share of that corpus in which carries are forgotten.
@@ -44,6 +52,7 @@ class PretrainConfig:
 
     hidden_size: int = 128
     num_layers: int = 4
+    num_experts: int = 0
     num_right_steps: int = 500
     num_careless_steps: int = 200
     forgotten_carry_rate: float = 0.7
@@ -54,13 +63,23 @@ class PretrainConfig:
     def __post_init__(self):
         if self.hidden_size < 64 or self.hidden_size % 64:
             raise ValueError(f"hidden_size {self.hidden_size}: must be a multiple of 64, two heads of 32 a group")
+        if self.num_experts and self.num_experts < EXPERTS_PER_TOKEN:
+            raise ValueError(f"num_experts {self.num_experts}: must be 0 or at least {EXPERTS_PER_TOKEN}")
         if not 0 <= self.forgotten_carry_rate <= 1:
             raise ValueError(f"forgotten_carry_rate {self.forgotten_carry_rate}: must be a share between 0 and 1")
 
 
-def model_config(config: PretrainConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
+def model_config(config: PretrainConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen3Config | Qwen3MoeConfig:
     """The architecture: grouped-query attention, untied head, BF16 on disk."""
-    return Qwen3Config(
+    experts = {
+        "num_experts": config.num_experts,
+        "num_experts_per_tok": EXPERTS_PER_TOKEN,
+        "moe_intermediate_size": config.hidden_size,
+        "norm_topk_prob": True,
+    }
+    family, fields = (Qwen3MoeConfig, experts) if config.num_experts else (Qwen3Config, {})
+    return family(
+        **fields,
         vocab_size=len(tokenizer),
         hidden_size=config.hidden_size,
         intermediate_size=3 * config.hidden_size,
@@ -87,7 +106,7 @@ def pretrain(config: PretrainConfig, problems: list[Problem], out: Path) -> None
     torch.manual_seed(config.seed)
     rng = random.Random(config.seed)
     tokenizer = build_tokenizer(CONTEXT_TOKENS)
-    model = Qwen3ForCausalLM(model_config(config, tokenizer)).train()
+    model = AutoModelForCausalLM.from_config(model_config(config, tokenizer), dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, functools.partial(_learning_rate_factor, config))
     num_steps = config.num_right_steps + config.num_careless_steps
@@ -106,7 +125,7 @@ def pretrain(config: PretrainConfig, problems: list[Problem], out: Path) -> None
     tokenizer.save_pretrained(out)
 
 
-def greedy_accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list[Problem]) -> float:
+def greedy_accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, problems: list[Problem]) -> float:
     """Share of problems whose greedy answer, up to the end token, is right."""
     max_new_tokens = max(len(problem.answer) for problem in problems) + 1
     prompts = _prompts(tokenizer, problems)
@@ -133,7 +152,7 @@ def _corpus_batch(problems: list[Problem], size: int, careless_rate: float, rng:
     ]
 
 
-def _loss(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list[Problem]) -> torch.Tensor:
+def _loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, problems: list[Problem]) -> torch.Tensor:
     """Cross-entropy of the answers and their end tokens; the questions are given, not learnt."""
     prompts = _prompts(tokenizer, problems)
     answers = tokenizer(

@@ -103,7 +103,7 @@ def _dry_run(recipe, **environment):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["tiny_arithmetic.sh", "smollm2_135m_bf16.sh"])
+@pytest.mark.parametrize("recipe", sorted(path.name for path in (ROOT / "recipes").glob("*_*.sh")))
 def test_a_dry_run_prints_the_configuration_with_the_users_overrides(recipe, tmp_path):
     ran = _dry_run(recipe, OUTPUT_DIR=str(tmp_path / "out"))
     assert ran.returncode == 0, ran.stderr

@@ -9,7 +9,7 @@ from recipes.tiny_arithmetic.tokenizer import build_tokenizer
 @pytest.mark.parametrize(
     "override, message",
     [
-        ("orbit.adapter.rnak=8", "orbit.adapter.rnak: unknown key; the keys of orbit.adapter are block_size"),
+        ("orbit.adapter.rnak=8", "orbit.adapter.rnak: unknown key; the keys of orbit.adapter are alpha, block_size"),
         (
             "orbit.adapter.block_size=48",
             "is not a multiple of the OFT block size 48; choose a block size that divides it",

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# SmolLM2-135M-Instruct, frozen in INT4 (W4A16, groups of 32), learns to answer small sums with the bare number: GRPO through OFT slots.
+#
+#   bash recipes/smollm2_135m_int4.sh [HYDRA_OVERRIDE ...]
+#
+# The variables that it reads are listed in recipes/smollm2_135m/recipe.sh.
+source "$(dirname "${BASH_SOURCE[0]}")/smollm2_135m/recipe.sh"
+smollm2_135m int4 "$@"

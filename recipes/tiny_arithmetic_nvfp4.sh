@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# tiny_arithmetic.sh on a base that is frozen in NVFP4 (E2M1, groups of 16 with E4M3 scales).
+#
+#   bash recipes/tiny_arithmetic_nvfp4.sh [HYDRA_OVERRIDE ...]
+source "$(dirname "${BASH_SOURCE[0]}")/tiny_arithmetic/recipe.sh"
+tiny_arithmetic nvfp4 "$@"

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# tiny_moe_bf16.sh on a base that is frozen in FP8 (blocks of 64), experts included.
+#
+#   bash recipes/tiny_moe_fp8.sh [HYDRA_OVERRIDE ...]
+#
+# The variables that it reads are listed in recipes/tiny_arithmetic/recipe.sh.
+source "$(dirname "${BASH_SOURCE[0]}")/tiny_arithmetic/recipe.sh"
+tiny_moe fp8 "$@"
