@@ -96,16 +96,25 @@ class ServerFault:
 
     def poll(self) -> None:
         ours = [process for process in psutil.Process().children(recursive=True) if process not in self._known]
-        if self.sent_at is None:
+        if self._trainer is None:
+            # At the first call nothing has been orphaned yet, so the run is this process's only new child.
+            (self._trainer,) = (process for process in psutil.Process().children() if process not in self._known)
+        elif self.sent_at is None:
             if self._metrics.is_file() and self._metrics.read_text():
-                (scheduler,) = (process for process in ours if "sglang::schedul" in process.name())
+                (scheduler,) = (process for process in ours if _name(process).startswith("sglang::schedul"))
                 scheduler.send_signal(self._number)
                 self.sent_at = time.monotonic()
-                (self._trainer,) = (process for process in ours if "verl.trainer.main_ppo" in process.cmdline())
         elif not self._trainer.is_running() or self._trainer.status() == psutil.STATUS_ZOMBIE:
             # Waiting for the trainer here would take its exit status from the one who started it.
             others = [process for process in ours if process != self._trainer]
             _, self.left_behind = psutil.wait_procs(others, timeout=20)
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return ""
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
