@@ -466,7 +466,7 @@ def test_dequantising_costs_at_most_0_6_of_a_bf16_layer():
     ids_TK = torch.rand(tokens, num_experts).topk(top_k).indices
     weights_TK = torch.rand(tokens, top_k)
     ratio = _seconds(packed, x_TD, ids_TK, weights_TK) / _seconds(plain, x_TD, ids_TK, weights_TK)
-    assert ratio < 1.6  # measured 1.3 to 1.45
+    assert ratio < 1.6  # measured 1.29
 
 
 def _memory(field: str) -> int:
@@ -495,6 +495,7 @@ def test_a_layer_of_kimi_k2_6_runs_forward_and_backward():
     x_TD = torch.randn(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
     ids_TK = torch.rand(tokens, num_experts).topk(top_k).indices
     weights_TK = torch.rand(tokens, top_k).requires_grad_()
+    ctypes.CDLL(None).malloc_trim(0)  # what earlier tests freed would hide what this one takes
     before = _memory("VmRSS")
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak starts again at what is resident now
@@ -506,7 +507,7 @@ def test_a_layer_of_kimi_k2_6_runs_forward_and_backward():
     peak = _memory("VmHWM") - before
     assert buffer.nbytes == 4 * 2 * ffn * hidden * 2
     print(f"weights {_stored_bytes(experts) / 2**30:.2f} GiB, peak beside them {peak / 2**30:.2f} GiB")
-    assert peak < 2**30
+    assert buffer.nbytes < peak < 2**30
 
 
 def _stored_bytes(experts: FrozenExperts) -> int:

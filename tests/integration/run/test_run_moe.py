@@ -46,7 +46,7 @@ def model(tmp_path_factory):
     )
     Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "bf16")
     tokenizer.save_pretrained(folder / "bf16")
-    quantize_checkpoint(folder / "bf16", "int4", 32, folder / "int4")
+    quantize_checkpoint(folder / "bf16", folder / "int4", format_name="int4", group_size=32)
     assert AutoTokenizer.from_pretrained(folder / "int4").eos_token_id == tokenizer.eos_token_id
     return folder / "int4"
 
