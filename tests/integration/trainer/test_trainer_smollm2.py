@@ -45,8 +45,8 @@ def test_equals_transformers_on_the_dequantised_weights_per_token(source, tmp_pa
     model.load_state_dict(in_bf16.state_dict())
     exact, theirs = reference(model, tokens), reference(in_bf16, tokens)
     error, own_error = (rounded - exact).abs(), (theirs - exact).abs()
-    print(f"{style}: {error.mean():.1e} {error.max():.1e}, transformers {own_error.mean():.1e} {own_error.max():.1e}")
-    assert 0 < error.mean() <= own_error.mean() and error.max() <= 1.5 * own_error.max()
+    # Two roundings of the same sums in different orders: neither is always the smaller one.
+    assert 0 < error.mean() <= 1.5 * own_error.mean() and error.max() <= 2 * own_error.max()
 
 
 def reference(model, tokens: torch.Tensor) -> torch.Tensor:
