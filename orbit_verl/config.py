@@ -111,7 +111,10 @@ class SlotSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParitySettings:
-    """``orbit.parity``: the gate on |log-prob sampled with - log-prob trained on|, tokens of the trained version only."""
+    """``orbit.parity``: the gate on |log-prob sampled with - log-prob trained on|.
+
+    It covers tokens of the version being trained, and audited ones of older versions at their own.
+    """
 
     max_mean: float | None = 2e-2
     """Largest mean over a mini-batch's tokens, in nats; null switches the bound off."""

@@ -202,7 +202,7 @@ class OrbitTrainer(PPOTrainer):
         message = f"step {self.global_steps}, version {self.trained_version}: {'; '.join(found)}"
         if self.orbit.parity.on_violation == "stop":
             raise ParityError(
-                f"{message}. Trainer and server compute different policies; nothing was trained on this step"
+                f"{message}. Trainer and server compute different policies; nothing was trained on this mini-batch"
             )
         logger.warning("orbit: parity: %s", message)
 

@@ -1,9 +1,9 @@
 # Sourced by recipes/smollm2_135m_*.sh: one recipe for every precision of the frozen base.
 #
-# MODEL_PATH, TRAIN_FILES, VAL_FILES  made under runs/cache when unset
+# MODEL_PATH, TRAIN_FILES, VAL_FILES  local paths; made under runs/cache when unset. Another model is used as it is stored
 # OUTPUT_DIR                          metrics.jsonl, checkpoints; runs/<name of the recipe> when unset
 # SEED                                of the order of prompts and the server's sampling; 0 when unset
-# DRY_RUN=1                           print the resolved configuration and exit
+# DRY_RUN=1                           print the configuration that Hydra composes, and exit
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
 # smollm2_135m PRECISION OVERRIDE...
