@@ -17,10 +17,10 @@ from transformers import AutoConfig, AutoTokenizer
 from verl.plugin.platform import get_platform
 from verl.utils.config import omega_conf_to_dataclass
 
-from orbit_kernels.oft import num_blocks
+from orbit_kernels.adapter import AdapterConfig
 from orbit_verl.config import OrbitConfig, check_key
 from orbit_verl.model.architecture import DenseArchitecture
-from orbit_verl.model.tensors import open_checkpoint
+from orbit_verl.model.tensors import linear_formats, linear_shape, open_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +61,8 @@ def resolve(config: DictConfig) -> OrbitConfig:
         for implied in _implied_settings(config, orbit, checkpoint):
             _fill_in(config, implied)
     _check_run(config)
-    _check_widths(orbit, checkpoint)
     _check_tokenizer(config, checkpoint)
-    _check_base(config)
+    _check_base(config, orbit.adapter.to_adapter_config())
     return orbit
 
 
@@ -249,23 +248,13 @@ def _check_run(config: DictConfig) -> None:
         )
 
 
-def _check_widths(orbit: OrbitConfig, checkpoint: dict[str, Any]) -> None:
-    """Refuse an OFT block size that does not divide a targeted linear, by name; LoRA fits every width."""
-    if orbit.adapter.type != "oft":
-        return
-    heads, hidden = checkpoint.get("num_attention_heads"), checkpoint.get("hidden_size")
-    if heads is None or hidden is None:
-        return  # not a plain decoder configuration: the engine refuses what it cannot build
-    head_dim = checkpoint.get("head_dim") or hidden // heads
-    widths = {"o_proj": heads * head_dim, "down_proj": checkpoint["intermediate_size"]}
-    for target in orbit.adapter.target_modules:
-        num_blocks(widths.get(target, hidden), orbit.adapter.block_size, f"orbit.adapter.block_size: {target}")
-
-
-def _check_base(config: DictConfig) -> None:
-    """Refuse a checkpoint whose files do not hold what its ``config.json`` says, tensor by tensor."""
+def _check_base(config: DictConfig, adapter: AdapterConfig) -> None:
+    """Refuse an adapter that does not fit a linear, and files that do not hold what their ``config.json`` says, by name."""
     path = _model_path(config)
-    open_checkpoint(DenseArchitecture.from_hf(AutoConfig.from_pretrained(path)), path)
+    architecture = DenseArchitecture.from_hf(AutoConfig.from_pretrained(path))
+    for module in filter(adapter.targets, linear_formats(architecture)):
+        adapter.method.shapes(*linear_shape(architecture, module), f"orbit.adapter: {module}")
+    open_checkpoint(architecture, path)
 
 
 def _check_tokenizer(config: DictConfig, checkpoint: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ from orbit_verl.model.tensors import (
     expected_tensors,
     fused_format,
     has_experts,
-    linear_shapes,
+    linear_shape,
     open_checkpoint,
 )
 
@@ -152,8 +152,7 @@ def _layer_spec(architecture: DenseArchitecture, base: BaseSettings, buffer: Chu
 def _linear(
     architecture: DenseArchitecture, base: BaseSettings, kind: type[FrozenLinear], parent: str, parts: tuple[str, ...]
 ) -> partial:
-    shapes = linear_shapes(architecture, parent)
-    rows = {part: shapes[part][0] for part in parts}
+    rows = {part: linear_shape(architecture, f"{parent}.{part}")[0] for part in parts}
     return partial(kind, parts=rows, weight_format=fused_format(architecture, parent, parts), base=base)
 
 

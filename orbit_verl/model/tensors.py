@@ -14,24 +14,21 @@ GATE_UP, MLP_OUT = ("gate_proj", "up_proj"), ("down_proj",)
 EXPERTS = ".mlp.experts."
 
 
-def linear_shapes(architecture: DenseArchitecture, parent: str) -> dict[str, tuple[int, int]]:
-    """Rows and columns of the linears of a module, by leaf name.
-
-    Args:
-        architecture: the model.
-        parent: Hugging Face name of the module, e.g. ``model.layers.0.self_attn`` or ``model.layers.0.mlp.experts.3``.
-    """
+def linear_shape(architecture: DenseArchitecture, module: str) -> tuple[int, int]:
+    """Rows and columns of a linear by its Hugging Face name, e.g. ``model.layers.0.mlp.experts.3.up_proj``."""
     hidden = architecture.hidden_size
+    parent, _, leaf = module.rpartition(".")
     if parent.endswith(".self_attn"):
         rows, kv_rows = (heads * architecture.head_dim for heads in (architecture.num_heads, architecture.num_kv_heads))
-        return {
+        shapes = {
             "q_proj": (rows, hidden),
             "k_proj": (kv_rows, hidden),
             "v_proj": (kv_rows, hidden),
             "o_proj": (hidden, rows),
         }
+        return shapes[leaf]
     ffn = architecture.moe.ffn_size if EXPERTS in parent else architecture.ffn_size
-    return {"gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn)}
+    return (hidden, ffn) if leaf == "down_proj" else (ffn, hidden)
 
 
 def fused_format(architecture: DenseArchitecture, prefix: str, parts: Sequence[str]) -> WeightFormat:
@@ -77,8 +74,7 @@ def expected_tensors(architecture: DenseArchitecture) -> dict[str, TensorSpec]:
     """
     expected = {name: _plain_spec(architecture, shape) for name, shape in _plain_tensors(architecture)}
     for module, weight_format in linear_formats(architecture).items():
-        parent, _, part = module.rpartition(".")
-        shape = linear_shapes(architecture, parent)[part]
+        shape = linear_shape(architecture, module)
         if isinstance(weight_format, Bf16Format):
             expected[f"{module}.weight"] = _plain_spec(architecture, shape)
             continue

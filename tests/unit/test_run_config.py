@@ -13,7 +13,7 @@ import verl.trainer.main_ppo  # noqa: F401  loads verl and with it the plugin
 import yaml
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from verl.utils.config import omega_conf_to_dataclass
 
 from orbit_kernels.formats import Int4Format
@@ -162,6 +162,33 @@ def test_what_cannot_work_is_refused_with_the_fix(run_config, override, message)
     """field-cases #25 (top_p) and #38 (block size) among them."""
     with pytest.raises(ValueError, match=message):
         resolve(run_config(override))
+
+
+@pytest.mark.parametrize(("expert_width", "refused"), [(64, False), (48, True)])
+def test_the_block_size_is_held_against_the_experts_own_width(run_config, tmp_path, expert_width, refused):
+    """The width of a dense MLP, which no layer of this model has, is the opposite case each time."""
+    hf_config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=48 if expert_width == 64 else 64,
+        moe_intermediate_size=expert_width,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+    )
+    Qwen3MoeForCausalLM(hf_config).save_pretrained(tmp_path / "moe")
+    build_tokenizer(64).save_pretrained(tmp_path / "moe")
+    config = run_config(f"actor_rollout_ref.model.path={tmp_path / 'moe'}")
+    if not refused:
+        resolve(config)
+        return
+    with pytest.raises(
+        ValueError, match="mlp.experts.0.down_proj: width 48 is not a multiple of the OFT block size 32"
+    ):
+        resolve(config)
 
 
 def test_a_lora_run_tells_its_servers(run_config):
