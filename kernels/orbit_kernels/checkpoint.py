@@ -47,6 +47,7 @@ class HFCheckpoint:
         self.folder = Path(folder)
         self._files: dict[str, Path] = {}
         self._specs: dict[str, TensorSpec] = {}
+        self._open: tuple[Path, safetensors.safe_open] | None = None
         for path in self._paths():
             specs = _read_header(path)
             self._specs |= specs
@@ -105,9 +106,14 @@ class HFCheckpoint:
             raise ValueError(f"checkpoint {self.folder} holds impossible values: {'; '.join(problems)}")
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor, on the CPU, in its stored dtype."""
-        with safetensors.safe_open(self._files[name], framework="pt") as file:
-            return file.get_tensor(name)
+        """One tensor, on the CPU, in its stored dtype.
+
+        The file that was read last stays open: opening one parses its whole header, milliseconds for thousands of experts.
+        """
+        path = self._files[name]
+        if self._open is None or self._open[0] != path:
+            self._open = (path, safetensors.safe_open(path, framework="pt"))
+        return self._open[1].get_tensor(name)
 
     def stored_weight(
         self, module: str, weight_format: WeightFormat, rows: int, columns: int

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import safetensors
 import torch
 from format_support import FORMATS, quantize, random_weight
 from safetensors.torch import save_file
@@ -204,3 +205,24 @@ def test_folders_without_safetensors_are_refused(tmp_path):
         HFCheckpoint(tmp_path / "absent")
     with pytest.raises(ValueError, match="only safetensors"):
         HFCheckpoint(tmp_path)
+
+
+def test_a_file_is_opened_once_for_all_that_is_read_of_it(tmp_path, monkeypatch):
+    """Opening parses the header: with a fresh one for each tensor, a model of 1T parameters would spend hours on it."""
+    opened = []
+    safe_open = safetensors.safe_open
+    monkeypatch.setattr(
+        safetensors, "safe_open", lambda path, **options: opened.append(path) or safe_open(path, **options)
+    )
+    files = {
+        f"{number}.safetensors": {f"{number}.{index}": torch.tensor([number, index]) for index in range(3)}
+        for number in range(2)
+    }
+    for file, tensors in files.items():
+        save_file(tensors, tmp_path / file)
+    checkpoint = HFCheckpoint(tmp_path)
+    names = list(checkpoint.specs)
+    for name in names:
+        assert checkpoint.tensor(name).tolist() == [int(part) for part in name.split(".")]
+    assert opened == [tmp_path / file for file in files]
+    assert checkpoint.tensor(names[0]).tolist() == [int(part) for part in names[0].split(".")]
