@@ -26,7 +26,7 @@ from orbit_kernels.formats import (
 )
 from orbit_kernels.formats.scheme.write import quantization_config
 from orbit_kernels.frozen import StoredWeight
-from orbit_kernels.wire import FUSED_PARTS
+from orbit_kernels.fusing import fused_with
 
 logger = logging.getLogger(__name__)
 
@@ -135,9 +135,7 @@ class _Source:
 
     def fused_with(self, module: str) -> list[str]:
         """The linears that a server fuses with this one into one GEMM, itself among them."""
-        prefix, _, leaf = module.rpartition(".")
-        parts = next((parts for parts in FUSED_PARTS if leaf in parts), (leaf,))
-        return [name for name in (f"{prefix}.{part}" for part in parts) if name in self.linears]
+        return [part for part in fused_with(module) if part in self.linears]
 
     def _check(self) -> None:
         if not self.linears:

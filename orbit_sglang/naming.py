@@ -1,8 +1,8 @@
 """SGLang's names of linears and Hugging Face's."""
 
-from orbit_kernels import wire
+from orbit_kernels import fusing
 
-FUSED_PARTS = dict(zip(("qkv_proj", "gate_up_proj"), wire.FUSED_PARTS, strict=True))
+FUSED_PARTS = dict(zip(("qkv_proj", "gate_up_proj"), fusing.FUSED_PARTS, strict=True))
 """Leaf names of the parts, in the order of their rows, by the leaf name of SGLang's fused linear."""
 
 
@@ -10,10 +10,3 @@ def part_names(module: str) -> tuple[str, ...]:
     """Hugging Face names of the linears behind one of SGLang's; the name itself where nothing is fused."""
     leaf = module.rsplit(".", 1)[-1]
     return tuple(module.removesuffix(leaf) + part for part in FUSED_PARTS.get(leaf, (leaf,)))
-
-
-def fused_with(module: str) -> tuple[str, ...]:
-    """Hugging Face names of the linears that SGLang fuses with this one, itself among them, in the order of their rows."""
-    leaf = module.rsplit(".", 1)[-1]
-    parts = next((parts for parts in FUSED_PARTS.values() if leaf in parts), (leaf,))
-    return tuple(module.removesuffix(leaf) + part for part in parts)

@@ -17,14 +17,13 @@ import safetensors.torch
 import torch
 
 from orbit_kernels.adapter import AdapterConfig, module_name, split_name, tensor_name
+from orbit_kernels.fusing import FUSED_PARTS
 
 BASE_VERSION = 0
 """The adapter-off base model: always available, never staged."""
 
 METADATA_KEY = "adapter_config"
 SHARED_KEY = "shared_parts"
-FUSED_PARTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Linears that read the same input and are one matrix in a server: what acts on that input may be tied to one tensor."""
 
 ADAPTER_DTYPES = (torch.bfloat16, torch.float32)
 

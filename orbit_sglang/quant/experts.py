@@ -27,7 +27,6 @@ from orbit_sglang.config import FrozenBaseConfig
 from orbit_sglang.hooks import Hook
 from orbit_sglang.quant import linear
 from orbit_sglang.quant.scheme import read_scheme
-from orbit_sglang.quant.stored import common_format
 
 _LAYER = "sglang.srt.layers.moe.fused_moe_triton.layer."
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner."
@@ -153,7 +152,7 @@ class ReferenceExperts(FusedMoEMethodBase):
             for expert in range(self._num_experts)
             for projection in GROUPS[group]
         ]
-        weight_format = common_format(names, self._scheme)
+        weight_format = self._scheme.common_format(names)
         return Bf16Format(dtype=params_dtype) if isinstance(weight_format, Bf16Format) else weight_format
 
 

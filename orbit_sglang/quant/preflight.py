@@ -17,9 +17,8 @@ from orbit_kernels.formats import (
     TensorSpec,
     WeightFormat,
 )
-from orbit_sglang.naming import fused_with
+from orbit_kernels.fusing import GATE_UP, fused_with
 from orbit_sglang.quant.scheme import read_scheme
-from orbit_sglang.quant.stored import common_format
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +27,7 @@ TIED_HEAD = "lm_head.weight"
 # SGLang converts a plain tensor of any dtype; codes without a scale would become numbers.
 PLAIN_DTYPES = (torch.float16, torch.float32, torch.float64)
 EXPERTS = ".mlp.experts."
-STACKED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+STACKED_EXPERTS = {"gate_up_proj": GATE_UP, "down_proj": ("down_proj",)}
 
 
 def check_checkpoint(model_path: str, device: str) -> None:
@@ -82,7 +81,7 @@ def _meta_model(config: PretrainedConfig) -> PreTrainedModel:
 def _quantized_linears(model: PreTrainedModel, scheme: BaseScheme) -> dict[str, WeightFormat]:
     linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     linears += [name.removesuffix(".weight") for name in _parameters(model) if EXPERTS in name]
-    formats = {name: common_format(fused_with(name), scheme) for name in linears}
+    formats = {name: scheme.common_format(fused_with(name)) for name in linears}
     return {name: weight_format for name, weight_format in formats.items() if not isinstance(weight_format, Bf16Format)}
 
 

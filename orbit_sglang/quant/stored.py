@@ -16,19 +16,6 @@ SHAPE_LEAF = "weight_shape"
 UE8M0_NAN = 0xFF
 
 
-def common_format(parts: Sequence[str], scheme: BaseScheme) -> WeightFormat:
-    """The format of linears that are fused into one.
-
-    Raises:
-        ValueError: they have different ones.
-    """
-    formats = {part: scheme.format_of(part) for part in parts}
-    if len(set(formats.values())) > 1:
-        described = ", ".join(f"{part} {weight_format.describe()}" for part, weight_format in formats.items())
-        raise ValueError(f"linears that are fused into one have different formats: {described}; quantise them alike")
-    return formats[parts[0]]
-
-
 def is_quantized(layer: LinearBase) -> bool:
     """Whether SGLang holds the weight in a low-precision format."""
     return not isinstance(layer.quant_method, UnquantizedLinearMethod)
@@ -123,7 +110,7 @@ def _stored_parts(name: str, layer: LinearBase, scheme: BaseScheme) -> dict[str,
 
 
 def _format(layer: LinearBase, parts: Sequence[str], scheme: BaseScheme) -> WeightFormat:
-    weight_format = common_format(parts, scheme)
+    weight_format = scheme.common_format(parts)
     if isinstance(weight_format, Bf16Format) and not is_quantized(layer):
         return Bf16Format(dtype=layer.weight.dtype)  # the server's --dtype, not the file's
     return weight_format

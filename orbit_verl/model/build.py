@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from orbit_kernels.checkpoint import HFCheckpoint
 from orbit_kernels.experts import ChunkBuffer
+from orbit_kernels.fusing import GATE_UP, QKV
 from orbit_verl.config import BaseSettings
 from orbit_verl.model.architecture import DenseArchitecture
 from orbit_verl.model.attention import CausalAttention
@@ -28,9 +29,7 @@ from orbit_verl.model.naming import frozen_linears, named_tensors, plain_tensors
 from orbit_verl.model.tensors import (
     ATTENTION_OUT,
     EXPERTS,
-    GATE_UP,
     MLP_OUT,
-    QKV,
     expected_tensors,
     fused_format,
     has_experts,

@@ -7,10 +7,10 @@ import torch
 
 from orbit_kernels.checkpoint import HFCheckpoint
 from orbit_kernels.formats import Bf16Format, TensorSpec, WeightFormat
+from orbit_kernels.fusing import GATE_UP, QKV
 from orbit_verl.model.architecture import DenseArchitecture
 
-QKV, ATTENTION_OUT = ("q_proj", "k_proj", "v_proj"), ("o_proj",)
-GATE_UP, MLP_OUT = ("gate_proj", "up_proj"), ("down_proj",)
+ATTENTION_OUT, MLP_OUT = ("o_proj",), ("down_proj",)
 EXPERTS = ".mlp.experts."
 
 
@@ -42,15 +42,8 @@ def fused_format(architecture: DenseArchitecture, prefix: str, parts: Sequence[s
     Raises:
         ValueError: the parts are stored in different formats.
     """
-    formats = {f"{prefix}.{part}": architecture.base.format_of(f"{prefix}.{part}") for part in parts}
-    first = formats[f"{prefix}.{parts[0]}"]
-    if any(weight_format != first for weight_format in formats.values()):
-        listed = "; ".join(f"{module} is {weight_format.describe()}" for module, weight_format in formats.items())
-        raise ValueError(
-            f"{listed}: linears that read the same input are multiplied as one, here and in the server; "
-            "store them in one format"
-        )
-    return Bf16Format(dtype=architecture.dtype) if isinstance(first, Bf16Format) else first
+    found = architecture.base.common_format([f"{prefix}.{part}" for part in parts])
+    return Bf16Format(dtype=architecture.dtype) if isinstance(found, Bf16Format) else found
 
 
 def linear_formats(architecture: DenseArchitecture) -> dict[str, WeightFormat]:

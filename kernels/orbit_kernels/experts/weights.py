@@ -12,9 +12,10 @@ import torch
 from orbit_kernels.formats.base import WeightFormat
 from orbit_kernels.formats.bf16 import Bf16Format
 from orbit_kernels.frozen import StoredWeight
+from orbit_kernels.fusing import GATE_UP
 
-GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"
-GATE_UP = (GATE, UP)
+GATE, UP = GATE_UP
+DOWN = "down_proj"
 
 # Dequantising in pieces that fit the CPU's cache is faster, and its scratch does not grow with the weight.
 _PIECE_WEIGHTS = 2**17

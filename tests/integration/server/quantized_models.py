@@ -13,9 +13,9 @@ from orbit_kernels.checkpoint import HFCheckpoint
 from orbit_kernels.formats import Fp8Format, Int4Format, Mxfp4Format, Nvfp4Format, WeightFormat, read_base_scheme
 from orbit_kernels.formats.scheme.write import quantization_config
 from orbit_kernels.frozen import StoredWeight
+from orbit_kernels.fusing import fused_with
 from orbit_kernels.manifest import BaseManifest, first_difference
 from orbit_kernels.wire import Adapter
-from orbit_sglang.naming import fused_with
 
 STYLES: dict[str, WeightFormat] = {
     "fp8": Fp8Format(),

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from orbit_kernels.formats import Fp8Format, Int4Format, Mxfp4Format, Nvfp4Format, WeightFormat
 from orbit_kernels.formats.scheme.write import quantization_config
-from orbit_kernels.wire import FUSED_PARTS
+from orbit_kernels.fusing import GATE_UP, fused_with
 
 FORMATS: dict[str, WeightFormat] = {
     "fp8": Fp8Format(),
@@ -38,13 +38,6 @@ def weight_format(name: str, dtype: torch.dtype) -> WeightFormat:
 def linears_of(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """Names of the linears of the decoder layers."""
     return sorted(name.removesuffix(".weight") for name in tensors if name.endswith("_proj.weight"))
-
-
-def fused_with(module: str) -> list[str]:
-    """All linears that are multiplied as one with this one, in their order."""
-    prefix, _, leaf = module.rpartition(".")
-    parts = next((parts for parts in FUSED_PARTS if leaf in parts), (leaf,))
-    return [f"{prefix}.{part}" for part in parts]
 
 
 def quantize(path: Path, stored_as: WeightFormat, folder: Path, ignored: Sequence[str] = ()) -> Path:
@@ -138,7 +131,7 @@ def dequantized_moe_tensors(
         prefix, _, leaf = name.rpartition(".")
         if not prefix.endswith(".experts"):
             return weight(prefix)
-        parts = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else ("down_proj",)
+        parts = GATE_UP if leaf == "gate_up_proj" else ("down_proj",)
         return torch.stack(
             [torch.cat([weight(f"{prefix}.{expert}.{part}") for part in parts]) for expert in range(len(held))]
         )

@@ -143,7 +143,7 @@ def test_ignored_layers_stay_unquantised(checkpoints, tmp_path, name):
 
 def test_fused_linears_of_two_formats_are_refused_by_name(checkpoints, tmp_path):
     path = quantize(checkpoints["qwen3", BF16], FORMATS["int4"], tmp_path / "model", [UP])
-    with pytest.raises(ValueError, match=rf"gate_proj is .*int4.*{UP} is .*bf16.*store them in one format"):
+    with pytest.raises(ValueError, match=rf"gate_proj is .*int4.*{UP} is .*bf16.*quantise them alike"):
         check(path)
 
 

@@ -20,7 +20,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.dataset_utils import DatasetPadMode
 from verl.workers.config import HFModelConfig, McoreOptimizerConfig
 
-from orbit_kernels.wire import FUSED_PARTS
+from orbit_kernels.fusing import FUSED_PARTS
 from orbit_verl.config import AdapterSettings, BaseSettings
 from orbit_verl.engine import OrbitEngine
 from orbit_verl.engine_config import OrbitEngineConfig

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,26 @@ class BaseScheme:
             return self.dense
         matching = (found for pattern, found in self.rules.formats if re.fullmatch(pattern, module))
         return next(matching, self.dense)
+
+    def common_format(self, modules: Sequence[str]) -> WeightFormat:
+        """The format of linears that are multiplied as one.
+
+        Args:
+            modules: their Hugging Face names.
+
+        Raises:
+            ValueError: they have different ones.
+        """
+        first, *others = modules
+        common = self.format_of(first)
+        for module in others:
+            found = self.format_of(module)
+            if found != common:
+                raise ValueError(
+                    f"{first} is {common.describe()}; {module} is {found.describe()}: they are computed as one, by "
+                    "trainer and server; quantise them alike"
+                )
+        return common
 
     def describe(self) -> dict[str, Any]:
         """The scheme as JSON values."""

@@ -1,0 +1,15 @@
+"""Linears that read the same input and are one matrix in a server: what acts on that input may be tied to one tensor.
+
+Importable without torch.
+"""
+
+QKV = ("q_proj", "k_proj", "v_proj")
+GATE_UP = ("gate_proj", "up_proj")
+FUSED_PARTS = (QKV, GATE_UP)
+
+
+def fused_with(module: str) -> tuple[str, ...]:
+    """Hugging Face names of the linears that are fused with this one, itself among them, in the order of their rows."""
+    leaf = module.rsplit(".", 1)[-1]
+    parts = next((parts for parts in FUSED_PARTS if leaf in parts), (leaf,))
+    return tuple(module.removesuffix(leaf) + part for part in parts)
