@@ -9,7 +9,7 @@ from typing import Any
 import safetensors
 import torch
 
-from orbit_kernels.formats.base import TensorSpec, WeightFormat
+from orbit_kernels.formats.base import TensorSpec, WeightFormat, as_dtype
 
 INDEX_FILE = "model.safetensors.index.json"
 # Rotary frequencies that old Llama checkpoints still carry; they follow from the configuration.
@@ -120,7 +120,7 @@ class HFCheckpoint:
     ) -> dict[str, torch.Tensor]:
         """The stored tensors of one linear by leaf name, in the format's dtypes."""
         specs = weight_format.specs(rows, columns)
-        return {leaf: _as_dtype(self.tensor(f"{module}.{leaf}"), spec.dtype) for leaf, spec in specs.items()}
+        return {leaf: as_dtype(self.tensor(f"{module}.{leaf}"), spec.dtype) for leaf, spec in specs.items()}
 
     def _paths(self) -> list[Path]:
         if not self.folder.is_dir():
@@ -199,9 +199,3 @@ def _misfits(name: str, found: TensorSpec, expected: torch.Size | TensorSpec) ->
     if not spec.accepts(found.dtype):
         problems.append(f"{name}: dtype {found.dtype}, expected {spec.dtype} by config.json")
     return problems
-
-
-def _as_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The same bits where both dtypes have one byte, else the same values."""
-    same_size = tensor.dtype.itemsize == dtype.itemsize == 1
-    return tensor.view(dtype) if same_size else tensor.to(dtype)

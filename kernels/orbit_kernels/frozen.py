@@ -16,7 +16,7 @@ from orbit_kernels.formats.bf16 import Bf16Format
 Activations = Literal["deployed", "none"]
 """Whether the input is quantised as the deployed kernel does it, or not at all."""
 
-# Dequantising in pieces that fit the CPU's cache is faster, and bounds the scratch of a chunk.
+# Dequantising in pieces that fit the CPU's cache is faster, and bounds the scratch.
 _PIECE_WEIGHTS = 2**17
 _TOKENS_AT_ONCE = 16
 
@@ -54,6 +54,23 @@ class StoredWeight:
     def dequantize(self, dtype: torch.dtype, rows: slice = slice(None)) -> torch.Tensor:
         """The weight [rows, columns] in ``dtype``; may be a view, do not write to it."""
         return self.format.dequantize(self.tensors, dtype, rows)
+
+    def dequantize_into(self, out_RI: torch.Tensor, first: int = 0, *, most_weights: int = _PIECE_WEIGHTS) -> None:
+        """Write as many rows as ``out`` has, from row ``first`` on, in its dtype.
+
+        Args:
+            out_RI: the memory to write to.
+            first: row of the weight that becomes the first one there.
+            most_weights: weights that are dequantised at a time, but at least one row.
+        """
+        step = max(1, most_weights // self.columns)
+        for start in range(0, len(out_RI), step):
+            stop = min(start + step, len(out_RI))
+            out_RI[start:stop] = self.dequantize(out_RI.dtype, slice(first + start, first + stop))
+
+    def is_plain(self, dtype: torch.dtype) -> bool:
+        """Whether the weight is stored unquantised in ``dtype``, so that it can be read in place."""
+        return isinstance(self.format, Bf16Format) and self.format.dtype == dtype
 
 
 def frozen_matmul(
@@ -129,10 +146,6 @@ def _check(x_TI: torch.Tensor, parts: Sequence[StoredWeight]) -> None:
         )
 
 
-def _is_plain(weight_format: WeightFormat, dtype: torch.dtype) -> bool:
-    return isinstance(weight_format, Bf16Format) and weight_format.dtype == dtype
-
-
 class _Stack:
     """The parts' weights stacked by rows, dequantised chunk by chunk within a budget."""
 
@@ -141,10 +154,10 @@ class _Stack:
         self.columns = parts[0].columns
         self.num_rows = sum(part.rows for part in parts)
         self._dtype = dtype
-        self._in_place = len(parts) == 1 and _is_plain(parts[0].format, dtype)
+        self._in_place = len(parts) == 1 and parts[0].is_plain(dtype)
         scratch = parts[0].format.scratch_bytes_per_weight
-        # A piece takes no more than a quarter of a small budget.
-        self._rows_per_piece = max(1, min(_PIECE_WEIGHTS, chunk_bytes // (4 * scratch)) // self.columns)
+        # A piece takes no more than a quarter of a small budget, but at least one row.
+        self._piece_weights = max(self.columns, min(_PIECE_WEIGHTS, chunk_bytes // (4 * scratch)))
         self._rows_per_chunk = self.num_rows if self._in_place else self._fit(chunk_bytes, scratch)
 
     @property
@@ -161,23 +174,22 @@ class _Stack:
         buffer_RI = torch.empty(self._rows_per_chunk, self.columns, dtype=self._dtype, device=device)
         for start in range(0, self.num_rows, self._rows_per_chunk):
             stop = min(start + self._rows_per_chunk, self.num_rows)
-            for rows, part, rows_of_part in self._pieces(start, stop):
-                buffer_RI[rows] = part.dequantize(self._dtype, rows_of_part)
+            self._dequantize_into(buffer_RI[: stop - start], start)
             yield slice(start, stop), buffer_RI[: stop - start]
 
-    def _pieces(self, start: int, stop: int) -> Iterator[tuple[slice, StoredWeight, slice]]:
-        """Rows of the chunk [start, stop), the part that they are from, and its rows."""
-        offset = 0
+    def _dequantize_into(self, chunk_RI: torch.Tensor, start: int) -> None:
+        """Fill a chunk with the rows of the stack from ``start`` on."""
+        stop, offset = start + len(chunk_RI), 0
         for part in self.parts:
             first, last = max(start, offset), min(stop, offset + part.rows)
-            for begin in range(first, last, self._rows_per_piece):
-                end = min(begin + self._rows_per_piece, last)
-                yield slice(begin - start, end - start), part, slice(begin - offset, end - offset)
+            if first < last:
+                rows_RI = chunk_RI[first - start : last - start]
+                part.dequantize_into(rows_RI, first - offset, most_weights=self._piece_weights)
             offset += part.rows
 
     def _fit(self, chunk_bytes: int, scratch: int) -> int:
         """Rows of equal chunks whose weights, and the scratch for a piece of them, fit into the budget."""
-        piece_bytes = self._rows_per_piece * self.columns * scratch
+        piece_bytes = self._piece_weights * scratch
         row_bytes = self.columns * self._dtype.itemsize
         most = (chunk_bytes - piece_bytes) // row_bytes
         if most < 1:

@@ -19,13 +19,14 @@ from sglang.srt.layers.quantization.compressed_tensors.schemes import (
 )
 from sglang.srt.plugins.hook_registry import HookType
 
+from orbit_kernels.formats import Mxfp4Format
+from orbit_kernels.formats.base import as_dtype
 from orbit_sglang.hooks import Hook
 from orbit_sglang.naming import FUSED_PARTS
 from orbit_sglang.quant import linear
 
 _PACKAGE = "sglang.srt.layers.quantization.compressed_tensors.compressed_tensors."
 _CONFIG = _PACKAGE + "CompressedTensorsConfig."
-MXFP4_GROUP = 32
 
 
 def hook_table() -> list[Hook]:
@@ -70,13 +71,12 @@ class Mxfp4Scheme(CompressedTensorsLinearScheme):
         weight_loader: Callable,
         **_sizes: Any,
     ) -> None:
-        """Register ``weight_packed`` [O, I / 2] and ``weight_scale`` [O, I / 32], both uint8."""
-        rows = sum(output_partition_sizes)
-        packed = torch.empty(rows, input_size_per_partition // 2, dtype=torch.uint8)
-        scale = torch.empty(rows, input_size_per_partition // MXFP4_GROUP, dtype=torch.uint8)
-        dims = {"input_dim": 1, "output_dim": 0, "weight_loader": _bitwise(weight_loader)}
-        layer.register_parameter("weight_packed", ModelWeightParameter(data=packed, **dims))
-        layer.register_parameter("weight_scale", GroupQuantScaleParameter(data=scale, **dims))
+        """Register the format's tensors of all parts, stacked by rows."""
+        specs = Mxfp4Format().specs(sum(output_partition_sizes), input_size_per_partition)
+        for leaf, kind in {"weight_packed": ModelWeightParameter, "weight_scale": GroupQuantScaleParameter}.items():
+            data = torch.empty(specs[leaf].shape, dtype=specs[leaf].dtype)
+            parameter = kind(data=data, input_dim=1, output_dim=0, weight_loader=_bitwise(weight_loader))
+            layer.register_parameter(leaf, parameter)
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -95,7 +95,7 @@ def _bitwise(weight_loader: Callable) -> Callable:
     """A loader of bytes that files may also declare as ``float8_e8m0fnu`` or ``int8``."""
 
     def load(parameter: torch.nn.Parameter, loaded_weight: torch.Tensor, *shard: Any) -> None:
-        weight_loader(parameter, loaded_weight.view(torch.uint8), *shard)
+        weight_loader(parameter, as_dtype(loaded_weight, parameter.dtype), *shard)
 
     return load
 

@@ -8,7 +8,7 @@ Dimension suffixes: T tokens, K experts of a token, D hidden.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,8 +20,19 @@ from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.server_args import get_global_server_args
 
-from orbit_kernels.experts import DOWN, GATE, UP, ChunkBuffer, ExpertAdapter, FrozenExperts, expert_mlp, expert_module
+from orbit_kernels.experts import (
+    DOWN,
+    GATE,
+    UP,
+    ChunkBuffer,
+    ExpertAdapter,
+    FrozenExperts,
+    StackedWeights,
+    expert_mlp,
+    expert_module,
+)
 from orbit_kernels.formats import BaseScheme, Bf16Format, WeightFormat
+from orbit_kernels.formats.base import as_dtype
 from orbit_kernels.frozen import StoredWeight
 from orbit_sglang.config import FrozenBaseConfig
 from orbit_sglang.hooks import Hook
@@ -125,26 +136,27 @@ class ReferenceExperts(FusedMoEMethodBase):
     def frozen_experts(self, layer: torch.nn.Module) -> FrozenExperts:
         """The experts on views of the layer's parameters."""
         stacks = {
-            projection: _Stack(self, layer, group, part)
+            projection: self._stack(layer, group, part)
             for group, projections in GROUPS.items()
             for part, projection in enumerate(projections)
         }
         return FrozenExperts(**stacks)
 
-    def stored(self, layer: torch.nn.Module, group: str, expert: int, part: int) -> StoredWeight:
-        """One projection of one expert."""
-        rows, columns = self._shapes[group]
-        weight_format = self._formats[group]
-        leaves = weight_format.specs(rows, columns)
-        tensors = {leaf: getattr(layer, f"{group}_{leaf}").detach()[expert, part] for leaf in leaves}
-        return StoredWeight(format=weight_format, rows=rows, columns=columns, tensors=tensors)
-
     def stored_by_name(self, layer: torch.nn.Module) -> Iterator[tuple[str, StoredWeight]]:
         """Every expert's projections by their names in the checkpoint."""
-        for expert in range(self._num_experts):
-            for group, projections in GROUPS.items():
-                for part, projection in enumerate(projections):
-                    yield expert_module(self._prefix, projection, expert), self.stored(layer, group, expert, part)
+        experts = self.frozen_experts(layer)
+        for expert in range(len(experts)):
+            for projection in (GATE, UP, DOWN):
+                (weight,) = experts.stored(expert, [projection])
+                yield expert_module(self._prefix, projection, expert), weight
+
+    def _stack(self, layer: torch.nn.Module, group: str, part: int) -> StackedWeights:
+        rows, columns = self._shapes[group]
+        weight_format = self._formats[group]
+        tensors = {
+            leaf: getattr(layer, f"{group}_{leaf}").detach()[:, part] for leaf in weight_format.specs(rows, columns)
+        }
+        return StackedWeights(format=weight_format, rows=rows, columns=columns, tensors=tensors)
 
     def _format(self, group: str, params_dtype: torch.dtype) -> WeightFormat:
         names = [
@@ -163,19 +175,6 @@ def stored_experts(model: torch.nn.Module) -> dict[str, dict[str, StoredWeight]]
         for name, module in model.named_modules()
         if isinstance(module, FusedMoE) and isinstance(module.quant_method, ReferenceExperts)
     }
-
-
-class _Stack(Sequence[StoredWeight]):
-    """One projection of all experts; an expert's weight is made when it is asked for."""
-
-    def __init__(self, method: ReferenceExperts, layer: torch.nn.Module, group: str, part: int):
-        self._method, self._layer, self._group, self._part = method, layer, group, part
-
-    def __len__(self) -> int:
-        return self._method._num_experts
-
-    def __getitem__(self, expert: int) -> StoredWeight:
-        return self._method.stored(self._layer, self._group, expert, self._part)
 
 
 class _ReferenceConfig:
@@ -234,5 +233,4 @@ def _load(parameter: torch.nn.Parameter, loaded: torch.Tensor, name: str, *, sha
     target = parameter.data[expert_id, _PART_OF_SHARD[shard_id]]
     if loaded.numel() != target.numel():
         raise ValueError(f"{name}, expert {expert_id}: {tuple(loaded.shape)}, must be {tuple(target.shape)}")
-    same_bits = loaded.dtype.itemsize == target.dtype.itemsize == 1
-    target.copy_((loaded.view(target.dtype) if same_bits else loaded).reshape(target.shape))
+    target.copy_(as_dtype(loaded, target.dtype).reshape(target.shape))

@@ -1,6 +1,6 @@
 """Between SGLang's loading and its repacking: record the base as it is stored, and attach the reference on a CPU."""
 
-import json
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -64,7 +64,7 @@ def _record(model: torch.nn.Module, linears: Mapping[str, Mapping[str, StoredWei
     formats = {part: weight.format for parts in linears.values() for part, weight in parts.items()}
     manifest = BaseManifest.of(formats, stored.checkpoint_tensors(model, linears))
     logger.info("Digests of %d base tensors took %.1f s", len(manifest.tensors), time.perf_counter() - start)
-    return json.loads(manifest.to_json())
+    return dataclasses.asdict(manifest)
 
 
 def _attach_reference(

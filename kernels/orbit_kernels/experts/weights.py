@@ -10,15 +10,11 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from orbit_kernels.formats.base import WeightFormat
-from orbit_kernels.formats.bf16 import Bf16Format
 from orbit_kernels.frozen import StoredWeight
 from orbit_kernels.fusing import GATE_UP
 
 GATE, UP = GATE_UP
 DOWN = "down_proj"
-
-# Dequantising in pieces that fit the CPU's cache is faster, and its scratch does not grow with the weight.
-_PIECE_WEIGHTS = 2**17
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -112,7 +108,7 @@ class ChunkBuffer:
             weights: parts of each expert, of one format.
             dtype: of the matrices.
         """
-        if all(part.format == Bf16Format(dtype=dtype) for parts in weights for part in parts):
+        if all(part.is_plain(dtype) for parts in weights for part in parts):
             return [tuple(part.dequantize(dtype) for part in parts) for parts in weights]
         first = weights[0]
         rows, columns = sum(part.rows for part in first), first[0].columns
@@ -120,7 +116,7 @@ class ChunkBuffer:
         chunk_EOI = self._take((len(weights), rows, columns), dtype, device)
         for matrix_OI, parts in zip(chunk_EOI, weights, strict=True):
             for rows_OI, part in zip(matrix_OI.split([part.rows for part in parts]), parts, strict=True):
-                _dequantize_into(rows_OI, part)
+                part.dequantize_into(rows_OI)
         return [(matrix_OI,) for matrix_OI in chunk_EOI]
 
     def _take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -129,10 +125,3 @@ class ChunkBuffer:
             self._memory = torch.empty(0, dtype=torch.uint8)
             self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         return self._memory[:num_bytes].view(dtype).view(shape)
-
-
-def _dequantize_into(out_OI: torch.Tensor, weight: StoredWeight) -> None:
-    rows_per_piece = max(1, _PIECE_WEIGHTS // weight.columns)
-    for start in range(0, weight.rows, rows_per_piece):
-        rows = slice(start, min(start + rows_per_piece, weight.rows))
-        out_OI[rows] = weight.dequantize(out_OI.dtype, rows)

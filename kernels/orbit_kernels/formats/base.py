@@ -121,6 +121,12 @@ class WeightFormat(ABC):
         return x_TI
 
 
+def as_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The same bits where both dtypes have one byte, as of codes that files declare in several ways, else the same values."""
+    same_size = tensor.dtype.itemsize == dtype.itemsize == 1
+    return tensor.view(dtype) if same_size else tensor.to(dtype)
+
+
 def check_range(what: str, start: int, stop: int, size: int, block: int = 1) -> None:
     """Hold the bounds of a shard against the weight and against blocks that are stored together.
 
