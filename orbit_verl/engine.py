@@ -5,6 +5,7 @@ is the adapter's.
 """
 
 import contextlib
+import functools
 import logging
 import shutil
 from collections.abc import Iterator, Mapping
@@ -23,7 +24,7 @@ from orbit_kernels.wire import Adapter
 from orbit_verl import checkpoint, megatron_cpu
 from orbit_verl.adapter import TrainerAdapter, read_peft_folder
 from orbit_verl.engine_config import OrbitEngineConfig
-from orbit_verl.model.architecture import DenseArchitecture
+from orbit_verl.model.architecture import DecoderArchitecture
 from orbit_verl.model.attention import as_served
 from orbit_verl.model.build import build_model, transformer_config
 from orbit_verl.model.naming import adapted_linears, base_manifest
@@ -142,6 +143,11 @@ class OrbitEngine(MegatronEngineWithLMHead):
         """SHA-256 over the manifest of the live base."""
         return self.base_manifest().digest
 
+    @functools.cached_property
+    def _base_at_start(self) -> str:
+        # A digest reads the whole base: once for all checkpoints, live when one is loaded and when the run ends.
+        return self.base_digest()
+
     def save_checkpoint(
         self,
         local_path: str,
@@ -186,7 +192,7 @@ class OrbitEngine(MegatronEngineWithLMHead):
         self.share_embeddings_and_output_weights = self.model_config.share_embeddings_and_output_weights
         self.bridge = self.provider = self.peft_cls = None
         self.vanilla_bridge = False
-        self._architecture = DenseArchitecture.from_hf(self.model_config.hf_config)
+        self._architecture = DecoderArchitecture.from_hf(self.model_config.hf_config)
         self.tf_config = transformer_config(self._architecture, self.engine_config.override_transformer_config)
         self.param_dtype = self.dtype = self.tf_config.params_dtype
 
@@ -208,7 +214,7 @@ class OrbitEngine(MegatronEngineWithLMHead):
             optimizer=self.optimizer.state_tensors() if "optimizer" in contents else None,
             scheduler=self.lr_scheduler.state_dict() if extra else None,
             rng=checkpoint.rng_state() if extra else {},
-            base_digest=self.base_digest(),
+            base_digest=self._base_at_start,
             reference_digest=self._reference_digest(),
             version=self.adapter_version,
             global_step=global_step,

@@ -19,7 +19,7 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from orbit_kernels.adapter import AdapterConfig
 from orbit_verl.config import OrbitConfig, check_key
-from orbit_verl.model.architecture import DenseArchitecture
+from orbit_verl.model.architecture import DecoderArchitecture
 from orbit_verl.model.tensors import linear_formats, linear_shape, open_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -251,7 +251,7 @@ def _check_run(config: DictConfig) -> None:
 def _check_base(config: DictConfig, adapter: AdapterConfig) -> None:
     """Refuse an adapter that does not fit a linear, and files that do not hold what their ``config.json`` says, by name."""
     path = _model_path(config)
-    architecture = DenseArchitecture.from_hf(AutoConfig.from_pretrained(path))
+    architecture = DecoderArchitecture.from_hf(AutoConfig.from_pretrained(path))
     for module in filter(adapter.targets, linear_formats(architecture)):
         adapter.method.shapes(*linear_shape(architecture, module), f"orbit.adapter: {module}")
     open_checkpoint(architecture, path)

@@ -67,7 +67,9 @@ class OrbitTrainer(PPOTrainer):
         super()._setup()
         self.checkpoint_manager = OrbitCheckpointManager(self.checkpoint_manager, self.orbit.slots)
         servers = [address for manager in self._rollout_server_managers() for address in manager.get_addresses()]
-        check_bases(self.actor_rollout_wg.base_manifest(), servers, self.orbit.slots.timeout_s)
+        bases = self.actor_rollout_wg.base_manifest()
+        check_bases(bases, servers, self.orbit.slots.timeout_s)
+        self._base_digests = [base.digest for base in bases]
 
     def fit(self, agent_loop_manager):
         """Train; then prove that the base did not change, and leave the adapter in peft's format.
@@ -76,17 +78,19 @@ class OrbitTrainer(PPOTrainer):
             RuntimeError: a frozen tensor is not what it was at the start, or a server does not answer.
         """
         _keep_earlier_metrics()
-        before = self.actor_rollout_wg.base_digest()
         try:
             super().fit(agent_loop_manager)
         except ray.exceptions.RayError:
             self._check_servers()  # Ray names an actor that died, not the server that it was
             raise
-        if self.actor_rollout_wg.base_digest() != before:
-            raise RuntimeError(f"the frozen base changed during the run: its digest was {before} at the start")
+        digests = self.actor_rollout_wg.base_digest()
+        if digests != self._base_digests:
+            raise RuntimeError(
+                f"the frozen base changed during the run: its digest per rank was {self._base_digests}, now {digests}"
+            )
         folder = os.path.join(self.config.trainer.default_local_dir, "adapter")
         self.actor_rollout_wg.save_adapter(folder)
-        logger.info("orbit: base unchanged (%s); adapter in %s", before[0], folder)
+        logger.info("orbit: base unchanged (%s); adapter in %s", digests[0], folder)
 
     def _build_replay_buffer(self):
         """verl's, which looks after the servers while it waits for samples, and notes which versions were validated."""

@@ -51,7 +51,7 @@ class MixtureOfExperts:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DenseArchitecture:
+class DecoderArchitecture:
     """A decoder with grouped-query attention, SwiGLU and rotary positions (Qwen3, Qwen3-MoE, Llama).
 
     Args:
@@ -85,7 +85,7 @@ class DenseArchitecture:
     inv_freq: torch.Tensor
 
     @classmethod
-    def from_hf(cls, hf_config: Any) -> "DenseArchitecture":
+    def from_hf(cls, hf_config: Any) -> "DecoderArchitecture":
         """Read a transformers configuration.
 
         Raises:

@@ -20,7 +20,7 @@ from orbit_kernels.checkpoint import HFCheckpoint
 from orbit_kernels.experts import ChunkBuffer
 from orbit_kernels.fusing import GATE_UP, QKV
 from orbit_verl.config import BaseSettings
-from orbit_verl.model.architecture import DenseArchitecture
+from orbit_verl.model.architecture import DecoderArchitecture
 from orbit_verl.model.attention import CausalAttention
 from orbit_verl.model.linear import FrozenLinear, FrozenQKVLinear
 from orbit_verl.model.modules import FrozenGPTModel, RMSNorm, residual_sum
@@ -40,7 +40,7 @@ from orbit_verl.model.tensors import (
 logger = logging.getLogger(__name__)
 
 
-def transformer_config(architecture: DenseArchitecture, overrides: Mapping[str, Any]) -> TransformerConfig:
+def transformer_config(architecture: DecoderArchitecture, overrides: Mapping[str, Any]) -> TransformerConfig:
     """Megatron-Core's configuration of a frozen decoder.
 
     Args:
@@ -61,7 +61,7 @@ def transformer_config(architecture: DenseArchitecture, overrides: Mapping[str, 
 
 
 def build_model(
-    architecture: DenseArchitecture,
+    architecture: DecoderArchitecture,
     base: BaseSettings,
     config: TransformerConfig,
     folder: str | Path,
@@ -86,7 +86,7 @@ def build_model(
     return model
 
 
-def _base_fields(architecture: DenseArchitecture) -> dict[str, Any]:
+def _base_fields(architecture: DecoderArchitecture) -> dict[str, Any]:
     return {
         "num_layers": architecture.num_layers,
         "hidden_size": architecture.hidden_size,
@@ -117,7 +117,7 @@ def _base_fields(architecture: DenseArchitecture) -> dict[str, Any]:
     }
 
 
-def _layer_spec(architecture: DenseArchitecture, base: BaseSettings, buffer: ChunkBuffer, layer: int) -> ModuleSpec:
+def _layer_spec(architecture: DecoderArchitecture, base: BaseSettings, buffer: ChunkBuffer, layer: int) -> ModuleSpec:
     prefix = f"model.layers.{layer}"
     linear = partial(_linear, architecture, base)
     norm = RMSNorm if architecture.qk_norm else None
@@ -149,13 +149,13 @@ def _layer_spec(architecture: DenseArchitecture, base: BaseSettings, buffer: Chu
 
 
 def _linear(
-    architecture: DenseArchitecture, base: BaseSettings, kind: type[FrozenLinear], parent: str, parts: tuple[str, ...]
+    architecture: DecoderArchitecture, base: BaseSettings, kind: type[FrozenLinear], parent: str, parts: tuple[str, ...]
 ) -> partial:
     rows = {part: linear_shape(architecture, f"{parent}.{part}")[0] for part in parts}
     return partial(kind, parts=rows, weight_format=fused_format(architecture, parent, parts), base=base)
 
 
-def _moe(architecture: DenseArchitecture, base: BaseSettings, buffer: ChunkBuffer, layer: int) -> partial:
+def _moe(architecture: DecoderArchitecture, base: BaseSettings, buffer: ChunkBuffer, layer: int) -> partial:
     moe, hidden = architecture.moe, architecture.hidden_size
 
     def expert(index: int) -> FrozenExpert:
@@ -176,7 +176,7 @@ def _moe(architecture: DenseArchitecture, base: BaseSettings, buffer: ChunkBuffe
     return partial(FrozenMoE, router=router, expert=expert, num_experts=moe.num_experts, base=base, buffer=buffer)
 
 
-def _empty_model(architecture: DenseArchitecture, base: BaseSettings, config: TransformerConfig) -> FrozenGPTModel:
+def _empty_model(architecture: DecoderArchitecture, base: BaseSettings, config: TransformerConfig) -> FrozenGPTModel:
     buffer = ChunkBuffer(base.experts_per_chunk)
     layers = [_layer_spec(architecture, base, buffer, layer) for layer in range(architecture.num_layers)]
     return FrozenGPTModel(

@@ -8,13 +8,13 @@ import torch
 from orbit_kernels.checkpoint import HFCheckpoint
 from orbit_kernels.formats import Bf16Format, TensorSpec, WeightFormat
 from orbit_kernels.fusing import GATE_UP, QKV
-from orbit_verl.model.architecture import DenseArchitecture
+from orbit_verl.model.architecture import DecoderArchitecture
 
 ATTENTION_OUT, MLP_OUT = ("o_proj",), ("down_proj",)
 EXPERTS = ".mlp.experts."
 
 
-def linear_shape(architecture: DenseArchitecture, module: str) -> tuple[int, int]:
+def linear_shape(architecture: DecoderArchitecture, module: str) -> tuple[int, int]:
     """Rows and columns of a linear by its Hugging Face name, e.g. ``model.layers.0.mlp.experts.3.up_proj``."""
     hidden = architecture.hidden_size
     parent, _, leaf = module.rpartition(".")
@@ -31,7 +31,7 @@ def linear_shape(architecture: DenseArchitecture, module: str) -> tuple[int, int
     return (hidden, ffn) if leaf == "down_proj" else (ffn, hidden)
 
 
-def fused_format(architecture: DenseArchitecture, prefix: str, parts: Sequence[str]) -> WeightFormat:
+def fused_format(architecture: DecoderArchitecture, prefix: str, parts: Sequence[str]) -> WeightFormat:
     """The format of linears that are multiplied as one; unquantised ones have the dtype of the activations.
 
     Args:
@@ -46,7 +46,7 @@ def fused_format(architecture: DenseArchitecture, prefix: str, parts: Sequence[s
     return Bf16Format(dtype=architecture.dtype) if isinstance(found, Bf16Format) else found
 
 
-def linear_formats(architecture: DenseArchitecture) -> dict[str, WeightFormat]:
+def linear_formats(architecture: DecoderArchitecture) -> dict[str, WeightFormat]:
     """The format of every linear by its name, e.g. ``model.layers.0.mlp.up_proj``.
 
     Raises:
@@ -59,7 +59,7 @@ def linear_formats(architecture: DenseArchitecture) -> dict[str, WeightFormat]:
     }
 
 
-def expected_tensors(architecture: DenseArchitecture) -> dict[str, TensorSpec]:
+def expected_tensors(architecture: DecoderArchitecture) -> dict[str, TensorSpec]:
     """Every stored tensor by checkpoint name; an unquantised one may be stored in a narrower dtype.
 
     Raises:
@@ -79,7 +79,7 @@ def expected_tensors(architecture: DenseArchitecture) -> dict[str, TensorSpec]:
     return expected
 
 
-def open_checkpoint(architecture: DenseArchitecture, folder: str | Path) -> HFCheckpoint:
+def open_checkpoint(architecture: DecoderArchitecture, folder: str | Path) -> HFCheckpoint:
     """The checkpoint, with every header and every scale checked; no weight is read.
 
     Raises:
@@ -93,17 +93,17 @@ def open_checkpoint(architecture: DenseArchitecture, folder: str | Path) -> HFCh
     return checkpoint
 
 
-def _plain_spec(architecture: DenseArchitecture, shape: tuple[int, ...]) -> TensorSpec:
+def _plain_spec(architecture: DecoderArchitecture, shape: tuple[int, ...]) -> TensorSpec:
     narrower = (torch.bfloat16, torch.float16) if architecture.dtype == torch.float32 else ()
     return TensorSpec(shape, architecture.dtype, also=narrower)
 
 
-def has_experts(architecture: DenseArchitecture, layer: int) -> bool:
+def has_experts(architecture: DecoderArchitecture, layer: int) -> bool:
     """Whether the MLP of a layer is a choice of experts."""
     return architecture.moe is not None and layer in architecture.moe.layers
 
 
-def _fused_linears(architecture: DenseArchitecture) -> Iterator[tuple[str, Sequence[str]]]:
+def _fused_linears(architecture: DecoderArchitecture) -> Iterator[tuple[str, Sequence[str]]]:
     for layer in range(architecture.num_layers):
         prefix = f"model.layers.{layer}"
         yield from ((f"{prefix}.self_attn", parts) for parts in (QKV, ATTENTION_OUT))
@@ -113,7 +113,7 @@ def _fused_linears(architecture: DenseArchitecture) -> Iterator[tuple[str, Seque
         yield from ((mlp, parts) for mlp in mlps for parts in (GATE_UP, MLP_OUT))
 
 
-def _plain_tensors(architecture: DenseArchitecture) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _plain_tensors(architecture: DecoderArchitecture) -> Iterator[tuple[str, tuple[int, ...]]]:
     embedding, norm = (architecture.vocab_size, architecture.hidden_size), (architecture.hidden_size,)
     yield "model.embed_tokens.weight", embedding
     for layer in range(architecture.num_layers):

@@ -1,5 +1,6 @@
 """Asynchronous runs on a BF16 base: servers generate while the trainer trains, and versions change under them."""
 
+import re
 import signal
 import time
 from pathlib import Path
@@ -70,8 +71,9 @@ def test_nothing_was_aborted(run):
     assert not any(step.get("training/rollout_failure/evicted_samples") for step in run.steps)
 
 
-def test_base_is_unchanged(run):
-    """The run itself compares digests and fails otherwise; its adapter is the proof that it got there."""
+def test_the_run_ends_with_the_base_unchanged_and_an_adapter(run):
+    """The run compares the digests at its start and its end, and fails otherwise."""
+    assert re.search(r"orbit: base unchanged \([0-9a-f]{64}\)", run.log)
     assert (run.folder / "checkpoints" / "adapter" / "adapter_model.safetensors").is_file()
 
 

@@ -21,7 +21,7 @@ from verl.workers.config import HFModelConfig, McoreOptimizerConfig
 from orbit_verl.config import BaseSettings
 from orbit_verl.engine import OrbitEngine
 from orbit_verl.engine_config import OrbitEngineConfig
-from orbit_verl.model.architecture import DenseArchitecture
+from orbit_verl.model.architecture import DecoderArchitecture
 from orbit_verl.model.build import build_model, transformer_config
 from orbit_verl.model.modules import residual_sum
 from orbit_verl.model.naming import named_tensors
@@ -86,7 +86,7 @@ def test_every_misfit_is_listed(copied):
 
 
 def test_missing_files_are_refused(copied, tmp_path):
-    architecture = DenseArchitecture.from_hf(AutoConfig.from_pretrained(copied()[0]))
+    architecture = DecoderArchitecture.from_hf(AutoConfig.from_pretrained(copied()[0]))
     config = transformer_config(architecture, {})
     with pytest.raises(ValueError, match="no such folder"):
         build_model(architecture, BaseSettings(), config, tmp_path / "nowhere", torch.device("cpu"))
@@ -126,7 +126,7 @@ def test_configurations_that_cannot_be_represented_are_refused_by_field(checkpoi
     else:
         setattr(config, field, value)
     with pytest.raises(ValueError, match=rf"{field}="):
-        DenseArchitecture.from_hf(config)
+        DecoderArchitecture.from_hf(config)
 
 
 def test_bf16_checkpoint_can_be_widened_but_fp32_is_never_narrowed(copied):

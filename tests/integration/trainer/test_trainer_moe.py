@@ -26,7 +26,7 @@ from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from orbit_kernels.adapter import split_name
 from orbit_verl.config import BaseSettings
 from orbit_verl.engine import OrbitEngine
-from orbit_verl.model.architecture import DenseArchitecture
+from orbit_verl.model.architecture import DecoderArchitecture
 from orbit_verl.model.tensors import open_checkpoint
 
 EXPERTS, TOP_K, FFN = 8, 2, 64
@@ -158,7 +158,7 @@ def test_a_missing_expert_is_named(moe, tmp_path):
     del tensors["model.layers.2.mlp.experts.5.up_proj.weight"]
     safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"model\.layers\.2\.mlp\.experts\.5\.up_proj\.weight: missing"):
-        open_checkpoint(DenseArchitecture.from_hf(AutoConfig.from_pretrained(folder)), folder)
+        open_checkpoint(DecoderArchitecture.from_hf(AutoConfig.from_pretrained(folder)), folder)
 
 
 def leaf_tensors(engine: OrbitEngine) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
