@@ -11,21 +11,6 @@ Dimension suffixes: T tokens, D input width, N blocks (D / B), B block size, E f
 
 import torch
 
-from orbit_kernels.methods.oft import num_blocks, num_entries
-
-__all__ = [
-    "cayley",
-    "cayley_neumann",
-    "merge",
-    "num_blocks",
-    "num_entries",
-    "orthogonality_error",
-    "rotate",
-    "rotation",
-    "skew_symmetric",
-    "unmerge",
-]
-
 
 def skew_symmetric(entries_NE: torch.Tensor, block_size: int) -> torch.Tensor:
     """Skew-symmetric blocks [N, B, B] from their strict upper triangles [N, E], row by row."""

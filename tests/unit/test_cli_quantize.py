@@ -13,7 +13,7 @@ from orbit_cli import quantize as quantize_module
 from orbit_cli.main import app
 from orbit_cli.quantize import quantize_checkpoint
 from orbit_kernels.checkpoint import HFCheckpoint
-from orbit_kernels.formats import Int4Format, read_base_scheme
+from orbit_kernels.formats import Int4Format, Mxfp4Format, read_base_scheme
 
 GROUP_SIZES = {"fp8": 32, "int4": 32, "nvfp4": 16, "mxfp4": 32}
 LAYERS = 2
@@ -228,7 +228,7 @@ def test_the_command_prints_a_table(model_folder, tmp_path):
     assert result.exit_code == 0, result.output
     for word in ("up_proj", "down_proj", "all", "14"):
         assert word in result.output
-    assert scheme_of(out).is_quantized
+    assert scheme_of(out).format_of("model.layers.0.mlp.up_proj") == Mxfp4Format()
 
 
 def test_the_command_says_what_is_wrong(model_folder, tmp_path):

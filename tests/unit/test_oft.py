@@ -5,6 +5,7 @@ from peft.tuners.oft.layer import OFTRotationModule
 from orbit_kernels import oft
 from orbit_kernels.adapter import AdapterConfig
 from orbit_kernels.methods import OFTMethod
+from orbit_kernels.methods.oft import num_blocks, num_entries
 
 BLOCK, WIDTH = 16, 64
 MODES = (2, 3, 4, 5, 8, None)
@@ -12,14 +13,14 @@ MODES = (2, 3, 4, 5, 8, None)
 
 def entries(scale, dtype=torch.float64, blocks=WIDTH // BLOCK, block=BLOCK):
     generator = torch.Generator().manual_seed(0)
-    return (torch.randn(blocks, oft.num_entries(block), generator=generator, dtype=torch.float64) * scale).to(dtype)
+    return (torch.randn(blocks, num_entries(block), generator=generator, dtype=torch.float64) * scale).to(dtype)
 
 
 def peft_rotation(values, terms):
     """peft's own rotation module with the same entries."""
     module = OFTRotationModule(
         WIDTH // BLOCK,
-        oft.num_entries(BLOCK),
+        num_entries(BLOCK),
         BLOCK,
         WIDTH,
         use_cayley_neumann=terms is not None,
@@ -109,8 +110,8 @@ def test_an_unknown_format_is_refused(peft_type):
 def test_a_block_that_does_not_divide_is_refused(width, block):
     """field-cases #38: 10944 columns on four ranks are 85.5 blocks of 32 on each."""
     with pytest.raises(ValueError, match=f"down_proj: width {width} is not a multiple of the OFT block size {block}"):
-        oft.num_blocks(width, block, "down_proj")
-    assert oft.num_blocks(10944, 32) == 342
+        num_blocks(width, block, "down_proj")
+    assert num_blocks(10944, 32) == 342
 
 
 @pytest.mark.parametrize(("norm", "expected"), ((0.16, 2e-3), (0.37, 5e-2), (0.60, 0.36), (1.43, 13.0)))
@@ -128,7 +129,7 @@ def test_orthogonality_error_of_the_series_grows_with_q(norm, expected):
 def test_rotation_on_cuda_is_the_one_on_cpu(dtype, tolerance):
     """Against fp64 on the CPU; BF16 rounds inputs, blocks and outputs to 8 bits."""
     generator = torch.Generator().manual_seed(0)
-    entries = torch.randn(8, oft.num_entries(32), generator=generator) * 0.02
+    entries = torch.randn(8, num_entries(32), generator=generator) * 0.02
     x = torch.randn(64, 256, generator=generator)
     expected = oft.rotate(x.double(), oft.rotation(entries.double(), 32, 5))
     got = oft.rotate(x.cuda().to(dtype), oft.rotation(entries.cuda(), 32, 5)).cpu().double()

@@ -8,7 +8,7 @@ import torch
 
 from orbit_kernels.adapter import AdapterConfig, tensor_name
 from orbit_kernels.methods import AdapterMethod, LoRAMethod, OFTMethod
-from orbit_kernels.oft import num_entries
+from orbit_kernels.methods.oft import num_entries
 from orbit_kernels.wire import METADATA_KEY, SHARED_KEY, Adapter, AdapterError
 
 BLOCK = 16

@@ -34,11 +34,6 @@ class BaseScheme:
     dense: Bf16Format
     rules: Rules = Rules()
 
-    @property
-    def is_quantized(self) -> bool:
-        """Whether any linear can be quantised."""
-        return bool(self.rules.formats)
-
     def format_of(self, module: str) -> WeightFormat:
         """The format of a linear by its Hugging Face name, e.g. ``model.layers.0.mlp.up_proj``."""
         if any(re.fullmatch(pattern, module) for pattern in (*_NEVER_QUANTIZED, *self.rules.ignored)):
@@ -65,14 +60,6 @@ class BaseScheme:
                     "trainer and server; quantise them alike"
                 )
         return common
-
-    def describe(self) -> dict[str, Any]:
-        """The scheme as JSON values."""
-        return {
-            "dense": self.dense.describe(),
-            "formats": [[pattern, found.describe()] for pattern, found in self.rules.formats],
-            "ignored": list(self.rules.ignored),
-        }
 
 
 def read_base_scheme(hf_config: Mapping[str, Any]) -> BaseScheme:
