@@ -11,19 +11,6 @@ import harness  # noqa: E402
 import quantized_models  # noqa: E402
 import tiny_models  # noqa: E402
 
-KEY = "the-key"
-QWEN3_FLAGS = ("--enable-orbit-slots", "--dtype", "float32")
-LLAMA_FLAGS = (
-    "--enable-orbit-slots", "--dtype", "float32", "--orbit-fused", "split", "--orbit-block-size", "16", "--enable-metrics",
-    "--orbit-max-adapter-bytes", "2000000", "--orbit-stage-timeout-s", "3", "--skip-tokenizer-init",
-    "--disable-overlap-schedule", "--chunked-prefill-size", "64", "--admin-api-key", KEY,
-)  # fmt: skip
-
-LORA_FLAGS = (
-    "--enable-orbit-slots", "--dtype", "float32", "--orbit-adapter", "lora", "--orbit-rank", "4", "--orbit-fused", "split",
-    "--skip-tokenizer-init",
-)  # fmt: skip
-
 
 class Servers:
     """One running server at a time; the test modules are ordered so that each is started once."""
@@ -77,19 +64,19 @@ def servers(tmp_path_factory):
 @pytest.fixture
 def qwen3(servers):
     """Qwen3, tied rotations, overlap schedule; idle, and on the base model."""
-    return _idle_on_base(servers.get("qwen3", *QWEN3_FLAGS))
+    return _idle_on_base(servers.get("qwen3", *harness.QWEN3_FLAGS))
 
 
 @pytest.fixture
 def llama(servers):
     """Llama with tied embeddings, split rotations, no overlap, small prefill chunks, an admin key."""
-    return _idle_on_base(servers.get("llama", *LLAMA_FLAGS, key=KEY))
+    return _idle_on_base(servers.get("llama", *harness.LLAMA_FLAGS, key=harness.KEY))
 
 
 @pytest.fixture
 def lora(servers):
     """Llama with tied embeddings, LoRA with an A for each part."""
-    return _idle_on_base(servers.get("llama", *LORA_FLAGS))
+    return _idle_on_base(servers.get("llama", *harness.LORA_FLAGS))
 
 
 def _idle_on_base(server: harness.Server) -> harness.Server:

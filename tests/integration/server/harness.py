@@ -23,6 +23,18 @@ CPU_FLAGS = (
     "--max-total-tokens", "20000", "--max-running-requests", "32", "--random-seed", "0",
     "--sleep-on-idle",
 )  # fmt: skip
+KEY = "the-key"
+QWEN3_FLAGS = ("--enable-orbit-slots", "--dtype", "float32")
+LLAMA_FLAGS = (
+    "--enable-orbit-slots", "--dtype", "float32", "--orbit-fused", "split", "--orbit-block-size", "16", "--enable-metrics",
+    "--orbit-max-adapter-bytes", "2000000", "--orbit-stage-timeout-s", "10", "--skip-tokenizer-init",
+    "--disable-overlap-schedule", "--chunked-prefill-size", "64", "--admin-api-key", KEY,
+)  # fmt: skip
+
+LORA_FLAGS = (
+    "--enable-orbit-slots", "--dtype", "float32", "--orbit-adapter", "lora", "--orbit-rank", "4", "--orbit-fused", "split",
+    "--skip-tokenizer-init",
+)  # fmt: skip
 
 
 class Server:

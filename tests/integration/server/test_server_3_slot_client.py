@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -28,6 +27,7 @@ class Link:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self.faults: list[str] = []
+        self.connections = 0
         self._held: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -39,6 +39,7 @@ class Link:
         with contextlib.suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
+                self.connections += 1
                 threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
@@ -55,6 +56,8 @@ class Link:
         threading.Thread(target=_pump, args=(client, server), daemon=True).start()
         if fault == "swallow":
             server.recv(1)
+            # Closing alone would wait for the pump that reads from it.
+            client.shutdown(socket.SHUT_RDWR)
             client.close()
             server.close()
         else:
@@ -76,7 +79,7 @@ def link(qwen3: Server) -> Iterator[Link]:
     link.close()
 
 
-def client(link: Link, timeout_s: float = 10.0, attempts: int = 3) -> SlotClient:
+def client(link: Link, timeout_s: float = 60.0, attempts: int = 3) -> SlotClient:
     return SlotClient(link.address, timeout_s, attempts)
 
 
@@ -111,10 +114,9 @@ def test_errors_that_last_are_raised_with_their_text(qwen3, link):
 
 def test_silence_ends_at_the_deadline(qwen3, link):
     link.faults = ["hang"] * 20
-    started = time.monotonic()
     with pytest.raises(SlotError, match="no answer"):
-        stage(client(link, timeout_s=1.5), qwen3.new_version(), random_adapter(74, tied=True))
-    assert time.monotonic() - started < 4
+        stage(client(link, timeout_s=1.5, attempts=20), qwen3.new_version(), random_adapter(74, tied=True))
+    assert link.connections <= 4
     link.faults = []
     stage(client(link), qwen3.new_version(), random_adapter(74, tied=True))
 
@@ -132,7 +134,6 @@ def test_a_refusal_is_not_retried(qwen3, link):
     broken = random_adapter(76, tied=True)
     name = next(iter(broken.tensors))
     broken = Adapter({**broken.tensors, name: broken.tensors[name][:-1]}, broken.config)
-    started = time.monotonic()
     with pytest.raises(SlotError, match="422.*shape"):
         stage(client(link), qwen3.new_version(), broken)
-    assert time.monotonic() - started < 5
+    assert link.connections == 1

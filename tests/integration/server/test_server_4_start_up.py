@@ -5,8 +5,7 @@ import socket
 
 import harness
 import pytest
-from conftest import QWEN3_FLAGS
-from harness import PROMPT, output_logprobs, prompt_logprobs
+from harness import PROMPT, QWEN3_FLAGS, output_logprobs, prompt_logprobs
 
 PROMPTS = [PROMPT, PROMPT[:1], [(3 * index) % 50 + 3 for index in range(300)]]
 

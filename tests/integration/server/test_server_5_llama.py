@@ -1,15 +1,14 @@
 """Llama with tied embeddings: split rotations, no overlap schedule, small prefill chunks, limits and a key."""
 
 import http.client
-import time
+import select
 from urllib.parse import urlsplit
 
 import reference
 import requests
 import tiny_models
 import torch
-from conftest import KEY
-from harness import PROMPT, Running, output_logprobs, prompt_logprobs, spans, wait_for
+from harness import KEY, PROMPT, Running, output_logprobs, prompt_logprobs, spans, wait_for
 from quantized_models import difference_from_files
 
 from orbit_kernels.manifest import BaseManifest
@@ -89,15 +88,15 @@ def test_state_changing_routes_need_the_key(llama):
     ]
     before = llama.status()
     for method, path, body in calls:
-        assert requests.request(method, llama.url + path, data=body, timeout=10).status_code == 401, path
+        assert requests.request(method, llama.url + path, data=body, timeout=60).status_code == 401, path
         wrong = {"Authorization": f"Bearer {KEY}x"}
-        assert requests.request(method, llama.url + path, data=body, headers=wrong, timeout=10).status_code == 401
+        assert requests.request(method, llama.url + path, data=body, headers=wrong, timeout=60).status_code == 401
     after = llama.status()
     assert (after["slots"], after["highest_seen"]) == (before["slots"], before["highest_seen"])
 
 
 def test_the_base_is_that_of_the_files_with_a_tied_head_once(llama, servers):
-    served = BaseManifest.from_json(requests.get(llama.url + "/orbit/base", timeout=10).text)
+    served = BaseManifest.from_json(requests.get(llama.url + "/orbit/base", timeout=60).text)
     assert difference_from_files(servers.checkpoint("llama"), served) is None
     assert "lm_head.weight" not in served.tensors and len(served.formats) == 3 * 7
 
@@ -115,9 +114,9 @@ def test_a_stalled_payload_blocks_nobody_and_is_given_up(llama):
     stalled.putheader("Authorization", f"Bearer {KEY}")
     stalled.putheader("Content-Length", "100000")
     stalled.endheaders(b"begin")
-    start = time.monotonic()
     llama.install(split_adapter(1))
-    assert time.monotonic() - start < 2.5
+    answered, _, _ = select.select([stalled.sock], [], [], 0)
+    assert not answered, "the other version waited until the stalled one was given up"
     response = stalled.getresponse()
     assert response.status == 408 and b"body_timeout" in response.read()
 

@@ -30,7 +30,7 @@ SIZES = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
+    "max_position_embeddings": 16384,
     "initializer_range": 0.25,
     "pad_token_id": 0,
     "bos_token_id": 1,
