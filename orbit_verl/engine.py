@@ -8,7 +8,7 @@ import contextlib
 import functools
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from verl.workers.config import HFModelConfig, McoreOptimizerConfig
 from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
-from orbit_kernels.manifest import BaseManifest
+from orbit_kernels.manifest import BaseManifest, Cut
 from orbit_kernels.wire import Adapter
 from orbit_verl import checkpoint, megatron_cpu
 from orbit_verl.adapter import TrainerAdapter, read_peft_folder
@@ -134,10 +134,14 @@ class OrbitEngine(MegatronEngineWithLMHead):
         """Put the tensors of ``snapshot_adapter`` back; the optimiser keeps training from its own masters."""
         self.adapter.restore(snapshot)
 
-    def base_manifest(self) -> BaseManifest:
-        """Formats of the linears and digests of the live frozen tensors, as they are stored."""
+    def base_manifest(self, cuts: Mapping[str, Sequence[Cut]] | None = None) -> BaseManifest:
+        """Formats of the linears and digests of the live frozen tensors, as they are stored.
+
+        Args:
+            cuts: names of tensors that are to be digested in parts, and the parts.
+        """
         (model,) = self.module
-        return base_manifest(model)
+        return base_manifest(model, cuts)
 
     def base_digest(self) -> str:
         """SHA-256 over the manifest of the live base."""

@@ -1,7 +1,7 @@
 """Before the first step: trainer and servers hold the same base, tensor by tensor."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import httpx
 
@@ -16,27 +16,26 @@ class PreflightError(RuntimeError):
     """Trainer and server would not compute the same policy; names the first thing that differs and both values."""
 
 
-def check_bases(ranks: Sequence[BaseManifest], servers: Sequence[str], timeout_s: float) -> None:
+def check_bases(ranks: Sequence[BaseManifest], served: Mapping[str, BaseManifest]) -> None:
     """Compare the base of every trainer rank and of every server with that of the first rank.
 
     Args:
-        ranks: what each rank of the trainer holds.
-        servers: ``host:port`` of each SGLang server.
-        timeout_s: limit of one server's answer, in seconds.
+        ranks: what each rank of the trainer holds, digested in the parts in which the servers hold it.
+        served: what each SGLang server says that it holds, by ``host:port``.
 
     Raises:
-        PreflightError: a base differs, or a server does not say what it holds.
+        PreflightError: a base differs.
     """
     trainer, *others = ranks
     for rank, manifest in enumerate(others, start=1):
         require_equal(trainer, manifest, f"trainer rank {rank}")
-    for server in servers:
-        require_equal(trainer, served_manifest(server, timeout_s), f"the SGLang server at {server}")
+    for server, manifest in served.items():
+        require_equal(trainer, manifest, f"the SGLang server at {server}")
     logger.info(
         "orbit: %d tensors of the base are equal, trainer ranks: %d, servers: %d",
         len(trainer.tensors),
         len(ranks),
-        len(servers),
+        len(served),
     )
 
 

@@ -119,7 +119,6 @@ def _implied_settings(config: DictConfig, orbit: OrbitConfig, checkpoint: dict[s
         Implied(f"{ROLLOUT}.checkpoint_engine.custom_backend_module", None, "orbit_verl.sync", "registers the backend"),
         Implied(f"{ROLLOUT}.load_format", "dummy", "auto", "the base comes from the checkpoint and is never sent"),
         Implied(f"{ROLLOUT}.dtype", "bfloat16", dtype, "trainer and server hold the checkpoint's bits"),
-        Implied(f"{ROLLOUT}.tensor_model_parallel_size", 2, 1, "servers with slots have one rank so far"),
         Implied(f"{ROLLOUT}.calculate_log_probs", True, True, "parity compares them with the trainer's"),
         Implied(f"{SGLANG}.enable_orbit_slots", None, True, "the server side of the strategy"),
         Implied(f"{SGLANG}.orbit_adapter", None, adapter.type, "orbit.adapter.type"),
@@ -241,6 +240,13 @@ def _check_run(config: DictConfig) -> None:
             raise ValueError(
                 f"{SGLANG}.{key}: the trainer sends no key yet; servers of a run listen on the node's own address"
             )
+    key = "trainer" if mode == "sync" else ROLLOUT
+    ranks, devices = rollout.tensor_model_parallel_size, OmegaConf.select(config, f"{key}.n_gpus_per_node")
+    if devices % ranks:
+        raise ValueError(
+            f"{ROLLOUT}.tensor_model_parallel_size={ranks}: a server of {ranks} ranks does not fit the {devices} devices of "
+            f"{key}.n_gpus_per_node; choose a divisor, e.g. 1"
+        )
     model = config.actor_rollout_ref.model
     if model.get("lora_rank", 0) > 0 or model.get("lora", {}).get("rank", 0) > 0 or model.get("lora_adapter_path"):
         raise ValueError(

@@ -19,8 +19,9 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
+from orbit_kernels.manifest import first_difference
 from orbit_verl.parity import ParityError, parity_metrics, violations
-from orbit_verl.preflight import check_bases
+from orbit_verl.preflight import check_bases, served_manifest
 from orbit_verl.run_config import is_orbit, read_orbit_config
 from orbit_verl.samples import UNKNOWN_VERSION, VALIDATION_PARTITION, SampledTokens, sampled_versions
 from orbit_verl.sync import OrbitCheckpointManager, version_of
@@ -67,9 +68,10 @@ class OrbitTrainer(PPOTrainer):
         super()._setup()
         self.checkpoint_manager = OrbitCheckpointManager(self.checkpoint_manager, self.orbit.slots)
         servers = [address for manager in self._rollout_server_managers() for address in manager.get_addresses()]
-        bases = self.actor_rollout_wg.base_manifest()
-        check_bases(bases, servers, self.orbit.slots.timeout_s)
-        self._base_digests = [base.digest for base in bases]
+        served = {server: served_manifest(server, self.orbit.slots.timeout_s) for server in servers}
+        self._cuts = served[servers[0]].cuts
+        self._bases = self.actor_rollout_wg.base_manifest(self._cuts)
+        check_bases(self._bases, served)
 
     def fit(self, agent_loop_manager):
         """Train; then prove that the base did not change, and leave the adapter in peft's format.
@@ -83,14 +85,19 @@ class OrbitTrainer(PPOTrainer):
         except ray.exceptions.RayError:
             self._check_servers()  # Ray names an actor that died, not the server that it was
             raise
-        digests = self.actor_rollout_wg.base_digest()
-        if digests != self._base_digests:
-            raise RuntimeError(
-                f"the frozen base changed during the run: its digest per rank was {self._base_digests}, now {digests}"
-            )
+        self._check_base_is_unchanged()
         folder = os.path.join(self.config.trainer.default_local_dir, "adapter")
         self.actor_rollout_wg.save_adapter(folder)
-        logger.info("orbit: base unchanged (%s); adapter in %s", digests[0], folder)
+        logger.info("orbit: base unchanged (%s); adapter in %s", self._bases[0].digest, folder)
+
+    def _check_base_is_unchanged(self) -> None:
+        holders = ("the trainer at the start", "the trainer now")
+        for rank, (before, now) in enumerate(
+            zip(self._bases, self.actor_rollout_wg.base_manifest(self._cuts), strict=True)
+        ):
+            difference = first_difference(before, now, holders)
+            if difference is not None:
+                raise RuntimeError(f"the frozen base changed during the run, on rank {rank}: {difference}")
 
     def _build_replay_buffer(self):
         """verl's, which looks after the servers while it waits for samples, and notes which versions were validated."""

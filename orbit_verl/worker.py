@@ -1,6 +1,7 @@
 """The trainer's Ray worker: verl's actor worker with an adapter to publish, snapshot and swap."""
 
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 
 import torch
 from verl.experimental.separation.engine_workers import DetachActorWorker
@@ -9,7 +10,7 @@ from verl.utils.device import get_device_name
 from verl.utils.distributed import initialize_global_process_group_ray
 
 import orbit_verl.engine  # noqa: F401  registers the engine with verl
-from orbit_kernels.manifest import BaseManifest
+from orbit_kernels.manifest import BaseManifest, Cut
 from orbit_verl.adapter import write_peft_folder
 from orbit_verl.memory import PeakMeter, resident_bytes
 from orbit_verl.sync import version_of
@@ -69,14 +70,9 @@ class OrbitActorWorker(DetachActorWorker):
         super().save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def base_digest(self) -> str:
-        """SHA-256 over this rank's frozen tensors."""
-        return self.actor.engine.base_digest()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def base_manifest(self) -> BaseManifest:
-        """Formats and digests of this rank's frozen tensors."""
-        return self.actor.engine.base_manifest()
+    def base_manifest(self, cuts: Mapping[str, Sequence[Cut]]) -> BaseManifest:
+        """Formats and digests of this rank's frozen tensors, of some in parts; see ``BaseManifest.of``."""
+        return self.actor.engine.base_manifest(cuts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_adapter(self, folder: str) -> None:

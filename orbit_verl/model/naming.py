@@ -1,12 +1,12 @@
 """Hugging Face names of the tensors and linears inside a Megatron-Core model, and a manifest of them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from orbit_kernels.formats import Bf16Format
-from orbit_kernels.manifest import BaseManifest
+from orbit_kernels.manifest import BaseManifest, Cut
 from orbit_verl.config import AdapterSettings
 from orbit_verl.model.linear import FrozenLinear
 from orbit_verl.model.moe import FrozenMoE, SharedLinear
@@ -67,8 +67,13 @@ def named_tensors(model: GPTModel) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{prefix}.{part}.{leaf}", tensor
 
 
-def base_manifest(model: GPTModel) -> BaseManifest:
-    """What the live base is: the format of each linear, and dtype, shape and digest of each stored tensor."""
+def base_manifest(model: GPTModel, cuts: Mapping[str, Sequence[Cut]] | None = None) -> BaseManifest:
+    """What the live base is: the format of each linear, and dtype, shape and digest of each stored tensor.
+
+    Args:
+        model: the trainer's.
+        cuts: names of tensors that are to be digested in parts, and the parts.
+    """
     formats = {
         f"{prefix}.{part}": stored.format
         for prefix, linear in frozen_linears(model)
@@ -77,7 +82,7 @@ def base_manifest(model: GPTModel) -> BaseManifest:
     for prefix, layer in _layers(model):
         if isinstance(layer.mlp, FrozenMoE):
             formats[f"{prefix}.mlp.gate"] = Bf16Format(dtype=layer.mlp.router.weight.dtype)
-    return BaseManifest.of(formats, named_tensors(model))
+    return BaseManifest.of(formats, named_tensors(model), cuts)
 
 
 def _layers(model: GPTModel) -> Iterator[tuple[str, torch.nn.Module]]:

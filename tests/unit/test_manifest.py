@@ -8,7 +8,7 @@ import torch
 from format_support import FORMATS, quantize, random_weight
 
 from orbit_kernels.formats import Int4Format
-from orbit_kernels.manifest import BaseManifest, first_difference, tensor_digest
+from orbit_kernels.manifest import BaseManifest, Cut, first_difference, tensor_digest
 
 MODULES = ("model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj")
 HOLDERS = ("the trainer", "the server")
@@ -103,3 +103,64 @@ def test_dtype_and_shape_are_compared_before_bits():
 def test_other_json_is_refused(value):
     with pytest.raises(ValueError, match="not a base manifest"):
         BaseManifest.from_json(json.dumps(value))
+
+
+def in_parts() -> dict[str, tuple[Cut, ...]]:
+    """Rows of one packed tensor in halves, columns of another in quarters."""
+    return {
+        f"{MODULES[0]}.weight_packed": (Cut(0, 0, 8), Cut(0, 8, 16)),
+        f"{MODULES[1]}.weight_packed": tuple(Cut(1, start, start + 4) for start in range(0, 16, 4)),
+    }
+
+
+def manifest_in_parts(cuts, change=None) -> BaseManifest:
+    tensors = {"model.norm.weight": torch.ones(8)}
+    for seed, module in enumerate(MODULES):
+        stored = quantize(Int4Format(), random_weight(16, 128, seed))
+        tensors |= {f"{module}.{leaf}": tensor for leaf, tensor in stored.items()}
+    if change is not None:
+        change(tensors)
+    return BaseManifest.of({}, tensors.items(), cuts)
+
+
+def test_parts_are_listed_by_name_and_read_back():
+    whole = manifest_in_parts(in_parts())
+    assert whole.cuts == in_parts()
+    assert BaseManifest.from_json(whole.to_json()) == whole
+    assert f"{MODULES[1]}.weight_packed[1, 4:8]" in whole.tensors and "model.norm.weight" in whole.tensors
+    assert manifest_in_parts(None).cuts == {}
+
+
+def test_ranks_join_to_what_a_trainer_digests_in_the_same_parts():
+    whole, shared = manifest_in_parts(in_parts()), {"model.norm.weight", f"{MODULES[0]}.weight_scale"}
+    ranks = [{name: entry for name, entry in whole.tensors.items() if name in shared} for _ in range(2)]
+    for index, name in enumerate(name for name in whole.tensors if name not in shared):
+        ranks[index % 2][name] = whole.tensors[name]
+    assert BaseManifest.union([BaseManifest(formats={}, tensors=tensors) for tensors in ranks]) == whole
+
+
+def test_ranks_that_hold_different_things_under_one_name_are_refused():
+    def flip(tensors):
+        tensors["model.norm.weight"][3] = 2.0
+
+    with pytest.raises(ValueError, match=r"one server.*model.norm.weight: sha256 is .* in the ranks before.*in rank 1"):
+        BaseManifest.union([manifest_in_parts(in_parts()), manifest_in_parts(in_parts(), flip)])
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (Cut(0, 0, 8),),
+        (Cut(0, 0, 8), Cut(0, 9, 16)),
+        (Cut(0, 0, 9), Cut(0, 8, 16)),
+        (Cut(0, 0, 8), Cut(1, 8, 16)),
+        (Cut(2, 0, 16),),
+        (Cut(0, 0, 8), Cut(0, 8, 17)),
+    ],
+    ids=str,
+)
+def test_parts_that_are_not_the_whole_are_refused(parts):
+    """A server must not pass by naming less than it serves."""
+    name = f"{MODULES[0]}.weight_packed"
+    with pytest.raises(ValueError, match=rf"{name} \(16, 16\): the parts .* are not the whole of it"):
+        manifest_in_parts({name: parts})

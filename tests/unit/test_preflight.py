@@ -7,7 +7,7 @@ import torch
 
 from orbit_kernels.formats import Bf16Format, Int4Format
 from orbit_kernels.manifest import BaseManifest
-from orbit_verl.preflight import PreflightError, check_bases, require_equal
+from orbit_verl.preflight import PreflightError, check_bases, require_equal, served_manifest
 
 UP = "model.layers.0.mlp.up_proj"
 
@@ -24,7 +24,7 @@ def manifest(group_size: int = 32, flipped: bool = False, ignored: bool = False)
 
 
 def test_equal_bases_pass():
-    check_bases([manifest(), manifest()], [], timeout_s=5)
+    check_bases([manifest(), manifest()], {"one": manifest()})
     require_equal(manifest(), BaseManifest.from_json(manifest().to_json()), "a server")
 
 
@@ -45,7 +45,7 @@ def test_the_first_difference_is_named_with_both_values_and_the_holder(other, na
 
 def test_ranks_of_the_trainer_are_compared_too():
     with pytest.raises(PreflightError, match="trainer rank 2 holds another base"):
-        check_bases([manifest(), manifest(), manifest(flipped=True)], [], timeout_s=5)
+        check_bases([manifest(), manifest(), manifest(flipped=True)], {})
 
 
 def test_a_server_that_is_gone_is_named():
@@ -53,4 +53,4 @@ def test_a_server_that_is_gone_is_named():
         unused.bind(("127.0.0.1", 0))
         server = f"127.0.0.1:{unused.getsockname()[1]}"
         with pytest.raises(PreflightError, match=f"server at {server} does not answer /orbit/base .ConnectError"):
-            check_bases([manifest()], [server], timeout_s=5)
+            served_manifest(server, timeout_s=5)

@@ -8,7 +8,7 @@ from tiny_models import save_qwen3
 from trainer_support import make_batch, make_engine, randomise
 
 from orbit_verl.model.naming import named_tensors
-from orbit_verl.preflight import PreflightError, check_bases
+from orbit_verl.preflight import PreflightError, check_bases, served_manifest
 
 PROMPTS = [[(7 * index + start) % 50 + 3 for index in range(length)] for start, length in ((1, 9), (2, 24), (3, 40))]
 NUM_TOKENS = 48
@@ -78,13 +78,14 @@ def test_preflight_passes_and_finds_one_flipped_bit(engine_and_server):
     """field-cases #31."""
     engine, server = engine_and_server
     address = server.url.removeprefix("http://")
-    check_bases([engine.base_manifest()], [address], timeout_s=60)
+    served = {address: served_manifest(address, timeout_s=60)}
+    check_bases([engine.base_manifest()], served)
     name, tensor = next(item for item in named_tensors(engine.module[0]) if item[0].startswith(UP))
     bits = tensor.view(torch.uint8)
     bits[1, 1] ^= 1
     try:
         with pytest.raises(PreflightError, match=f"server at {address} holds another base.*{name}: sha256 is"):
-            check_bases([engine.base_manifest()], [address], timeout_s=60)
+            check_bases([engine.base_manifest()], served)
     finally:
         bits[1, 1] ^= 1
-    check_bases([engine.base_manifest()], [address], timeout_s=60)
+    check_bases([engine.base_manifest()], served)
