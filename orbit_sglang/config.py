@@ -156,9 +156,9 @@ class FrozenBaseConfig:
 
 # ServerArgs field, the values under which slots work, why not otherwise.
 _REQUIRED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("tp_size", (1,), "ranks do not agree yet on when a version is ready"),
     ("pp_size", (1,), "a version would change between two pipeline stages of one token"),
     ("dp_size", (1,), "replicas inside one server do not agree yet on the active version"),
+    ("ep_size", (1,), "a rank's own experts are not yet in what the server says of its base"),
     ("nnodes", (1,), "the payload is handed to the scheduler through a local file"),
     ("tokenizer_worker_num", (1,), "control replies reach a single tokenizer process"),
     ("speculative_algorithm", (None,), "draft tokens carry no version"),

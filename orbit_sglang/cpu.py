@@ -1,10 +1,17 @@
 """What SGLang 0.5.12's CPU engine needs on a machine without a CUDA driver."""
 
+import os
 import types
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.utils import get_cpu_ids_by_node
 
-from orbit_sglang.hooks import CpuAttribute
+from orbit_sglang.hooks import CpuAttribute, Hook
+
+THREADS_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
 
 
 class _TorchWithoutPinning(types.ModuleType):
@@ -18,11 +25,32 @@ class _TorchWithoutPinning(types.ModuleType):
         return torch.tensor(data, **kwargs)
 
 
-def replacements() -> list[CpuAttribute]:
-    """Let the CPU engine return log-probs of the prompt.
+def place_ranks(num_ranks: int) -> None:
+    """Give each rank its cores where there are fewer NUMA nodes than ranks, which SGLang 0.5.12 refuses to do by itself.
+
+    Its own variable says where ranks run (``model_executor/model_runner.py:3096``); a user's value stays.
+    """
+    if THREADS_VARIABLE in os.environ or num_ranks <= len(get_cpu_ids_by_node()):
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    of_rank = [cores[rank::num_ranks] or [cores[rank % len(cores)]] for rank in range(num_ranks)]
+    os.environ[THREADS_VARIABLE] = "|".join(",".join(map(str, own)) for own in of_rank)
+
+
+def around_group(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Around ``init_model_parallel_group``: ranks on CPUs have gloo, and neither NCCL nor a custom all-reduce."""
+    return original(*args, **kwargs | {"use_pynccl": False, "use_custom_allreduce": False})
+
+
+def hook_table() -> list[Hook | CpuAttribute]:
+    """Let the CPU engine return log-probs of the prompt, and have several ranks.
 
     ``layers/logits_processor.py:542,545,616`` of SGLang 0.5.12 pins memory without asking whether there is an
     accelerator to pin it for, and torch refuses. Can go when those lines use ``is_pin_memory_available``.
     """
-    target = "sglang.srt.layers.logits_processor.torch"
-    return [CpuAttribute(target, expected=torch, value=_TorchWithoutPinning("torch"))]
+    pinning = "sglang.srt.layers.logits_processor.torch"
+    group = "sglang.srt.distributed.parallel_state.init_model_parallel_group"
+    return [
+        CpuAttribute(pinning, expected=torch, value=_TorchWithoutPinning("torch")),
+        Hook(group, HookType.AROUND, around_group, ("group_ranks", "local_rank", "backend"), cpu_only=True),
+    ]

@@ -118,7 +118,7 @@ class Frontend:
         try:
             file = await self._spool.receive(chunks, self.config.max_adapter_bytes, self.config.stage_timeout_s)
         except Refusal as refusal:
-            self._metrics.rejected.labels(refusal.body["error"]["code"]).inc()
+            self._metrics.count_rejection(refusal.body["error"]["code"])
             raise
         try:
             body = await self.call(messages.StageRequest(version=version, path=self._spool.path(file)))

@@ -4,7 +4,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from orbit_sglang import hooks
+from orbit_sglang import cpu, hooks
 from orbit_sglang.quant.preflight import check_checkpoint
 from orbit_sglang.scheduler import INIT_INFO_KEY
 
@@ -20,6 +20,8 @@ def around_launch(original: Callable, cls: type, server_args: Any, *args: Any, *
         return original(cls, server_args, *args, **kwargs)
     hooks.require_applied()
     check_checkpoint(server_args.model_path, server_args.device)
+    if server_args.device == "cpu":
+        cpu.place_ranks(server_args.tp_size)
     launched = original(cls, server_args, *args, **kwargs)
     infos = launched[3].scheduler_infos
     if missing := [rank for rank, info in enumerate(infos) if INIT_INFO_KEY not in info]:

@@ -13,25 +13,30 @@ PAUSE_BUCKETS_S = (0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.1)
 
 
 class SlotMetrics:
-    """Written by the process that does what is measured; the files of all processes add up."""
+    """Written by the process that does what is measured; the files of all processes add up.
 
-    def __init__(self):
+    Args:
+        exported: False for ranks that do what another one already counts.
+    """
+
+    def __init__(self, *, exported: bool = True):
         # Not at the module's head: the package chooses files or memory when it is imported, and SGLang 0.5.12 names the
         # folder of the files only after it has loaded the plugins (entrypoints/engine.py:1254).
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
         registry = CollectorRegistry()
-        self.stage_seconds = Histogram(
+        self._exported = exported
+        self._stage_seconds = Histogram(
             "orbit_stage_seconds", "Time to place a version in its slot.", buckets=STAGE_BUCKETS_S, registry=registry
         )
-        self.pause_seconds = Histogram(
+        self._pause_seconds = Histogram(
             "orbit_activate_pause_seconds",
             "Time an activation or rollback holds the scheduler's loop.",
             buckets=PAUSE_BUCKETS_S,
             registry=registry,
         )
-        self.rejected = Counter("orbit_stage_rejected_total", "Stagings refused.", ["reason"], registry=registry)
-        self.rollbacks = Counter("orbit_rollback_total", "Rollbacks carried out.", registry=registry)
+        self._rejected = Counter("orbit_stage_rejected_total", "Stagings refused.", ["reason"], registry=registry)
+        self._rollbacks = Counter("orbit_rollback_total", "Rollbacks carried out.", registry=registry)
         self._active_version = Gauge(
             "orbit_active_version", "Version of new requests.", multiprocess_mode="mostrecent", registry=registry
         )
@@ -45,13 +50,30 @@ class SlotMetrics:
         self._labels: set[int] = set()
         self._next_refresh = 0.0
 
+    def observe_stage(self, seconds: float) -> None:
+        """A version was placed in its slot."""
+        if self._exported:
+            self._stage_seconds.observe(seconds)
+
+    def observe_pause(self, seconds: float) -> None:
+        """An activation or rollback held the loop; the next ``refresh`` comes with the scheduler's next iteration."""
+        if self._exported:
+            self._pause_seconds.observe(seconds)
+        self._next_refresh = 0.0
+
+    def count_rejection(self, code: str) -> None:
+        """A staging was refused."""
+        if self._exported:
+            self._rejected.labels(code).inc()
+
+    def count_rollback(self) -> None:
+        """A rollback was carried out."""
+        if self._exported:
+            self._rollbacks.inc()
+
     def is_due(self) -> bool:
         """Whether the gauges are older than ``REFRESH_S`` seconds."""
-        return time.monotonic() >= self._next_refresh
-
-    def expire(self) -> None:
-        """Let the next ``refresh`` come with the scheduler's next iteration."""
-        self._next_refresh = 0.0
+        return self._exported and time.monotonic() >= self._next_refresh
 
     def refresh(self, active_version: int, requests: Mapping[int, int]) -> None:
         """Set the gauges; a version without requests reads 0."""

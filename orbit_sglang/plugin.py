@@ -74,7 +74,7 @@ def hook_table() -> list[hooks.Hook | hooks.CpuAttribute]:
             ("logprobs", "seed", "positions"),
             cpu_only=True,
         ),
-        *cpu.replacements(),
+        *cpu.hook_table(),
         hook(_TOKENIZER + "init_request_dispatcher", after, routes.install, ("self",)),
         hook(_TOKENIZER + "_handle_batch_output", before, reporting.before_batch_output, ("self", "recv_obj")),
         hook(_TOKENIZER + "generate_request", around, reporting.around_generate, ("self", "obj", "request")),

@@ -5,6 +5,7 @@ Everything here runs on the scheduler's own thread, between two batches, so no l
 
 import collections
 import dataclasses
+import json
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -18,8 +19,9 @@ from orbit_kernels.wire import BASE_VERSION, error_body
 from orbit_sglang import forward, hooks, messages
 from orbit_sglang.config import SlotsConfig
 from orbit_sglang.metrics import SlotMetrics
+from orbit_sglang.ranks import Ranks
 from orbit_sglang.slots import SlotBank
-from orbit_sglang.staging import StageJob
+from orbit_sglang.staging import StageJob, StageOutcome
 from orbit_sglang.versions import BASE_SLOT, REQUESTED_VERSION_KEY, Conflict, SlotVersions
 
 logger = logging.getLogger(__name__)
@@ -47,17 +49,18 @@ class RequestVersion:
 
 
 class SlotScheduler:
-    """The slots of one scheduler."""
+    """The slots of one scheduler. The ranks of a server have one each, and all take the same steps."""
 
-    def __init__(self, scheduler: Scheduler, bank: SlotBank, config: SlotsConfig):
+    def __init__(self, scheduler: Scheduler, bank: SlotBank, config: SlotsConfig, ranks: Ranks):
         self._scheduler = scheduler
         self._bank = bank
         self._config = config
+        self._ranks = ranks
         self._versions = SlotVersions()
         self._job: StageJob | None = None
         self._switching: list[Req] = []
         self._counters: collections.Counter[str] = collections.Counter()
-        self._metrics = SlotMetrics()
+        self._metrics = SlotMetrics(exported=ranks.is_first)
         self._last_pause_ms: float | None = None
         self._busy_s = 0.0
         self._busy_since: float | None = None
@@ -92,7 +95,7 @@ class SlotScheduler:
         self._count_busy_time()
         if self._switching:
             self._switch_prefilled()
-        if self._job is not None and self._job.done:
+        if self._job is not None and self._ranks.all(self._job.done):
             self._finish_stage(self._job)
         if self._metrics.is_due():
             self._metrics.refresh(self._versions.active_version, self._in_use())
@@ -159,26 +162,30 @@ class SlotScheduler:
         try:
             slot = self._versions.begin_stage(request.version, self._in_use())
         except Conflict as conflict:
-            self._metrics.rejected.labels(conflict.code).inc()
+            self._metrics.count_rejection(conflict.code)
             raise
         self._job = StageJob(request, self._bank, slot)
         self._job.start()
 
     def _finish_stage(self, job: StageJob) -> None:
         self._job = None
-        if job.staged is not None:
-            self._versions.finish_stage(job.staged)
+        outcome = StageOutcome.of_ranks(self._ranks.gather(job.outcome))
+        if outcome.staged is not None:
+            self._versions.finish_stage(outcome.staged)
             self._counters["staged"] += 1
-            self._metrics.stage_seconds.observe(job.seconds)
-            status, body = 200, {**dataclasses.asdict(job.staged), "stage_s": job.seconds}
+            self._metrics.observe_stage(outcome.seconds)
+            staged = outcome.staged
+            self._log("staged", version=staged.version, digest=staged.digest, bytes=staged.num_bytes, s=outcome.seconds)
+            status, body = 200, {**dataclasses.asdict(outcome.staged), "stage_s": outcome.seconds}
         else:
-            self._versions.fail_stage(job.overwritten)
-            refused = job.failure.problems is not None
+            self._versions.fail_stage(outcome.overwritten)
+            refused = outcome.failure.problems is not None
             self._counters["rejected_adapter_refused" if refused else "stage_failed"] += 1
             status = 422 if refused else 500
             code = "adapter_refused" if refused else "stage_failed"
-            self._metrics.rejected.labels(code).inc()
-            body = error_body(code, job.failure.message, job.failure.problems)
+            self._metrics.count_rejection(code)
+            self._log("stage refused", version=job.request.version, code=code, message=outcome.failure.message)
+            body = error_body(code, outcome.failure.message, outcome.failure.problems)
         reply = messages.ControlReply(ticket=job.request.ticket, status=status, body=body)
         self._scheduler.send_to_tokenizer.send_output(reply, job.request)
 
@@ -186,19 +193,19 @@ class SlotScheduler:
         start = time.perf_counter()
         self._versions.activate(request.version)
         self._counters["activated"] += 1
-        return self._move_requests(request.inflight, start)
+        return self._move_requests("activated", request.inflight, start)
 
     def _rollback(self, request: messages.RollbackRequest) -> dict[str, Any]:
         start = time.perf_counter()
         self._versions.rollback(request.version)
         self._counters["rolled_back"] += 1
-        self._metrics.rollbacks.inc()
-        return self._move_requests(request.inflight, start)
+        self._metrics.count_rollback()
+        return self._move_requests("rolled back", request.inflight, start)
 
     def _discard(self, request: messages.DiscardRequest) -> dict[str, Any]:
         return {"discarded": self._versions.discard(self._in_use())}
 
-    def _move_requests(self, inflight: str, start: float) -> dict[str, Any]:
+    def _move_requests(self, event: str, inflight: str, start: float) -> dict[str, Any]:
         """Requests that have not started take the active version; started ones too when they are to switch."""
         started = self._started_requests()
         for req in self._scheduler.waiting_queue:
@@ -214,14 +221,21 @@ class SlotScheduler:
         in_use = self._in_use()
         pause_s = time.perf_counter() - start
         self._last_pause_ms = pause_s * 1e3
-        self._metrics.pause_seconds.observe(pause_s)
-        self._metrics.expire()
+        self._metrics.observe_pause(pause_s)
+        requests = {str(version): count for version, count in sorted(in_use.items())}
+        version = self._versions.active_version
+        self._log(event, version=version, inflight=inflight, pause_ms=self._last_pause_ms, requests=requests)
         return {
-            "active_version": self._versions.active_version,
+            "active_version": version,
             "pause_ms": self._last_pause_ms,
             "busy_s": self._busy_s,
-            "requests": {str(version): count for version, count in sorted(in_use.items())},
+            "requests": requests,
         }
+
+    def _log(self, event: str, **fields: Any) -> None:
+        """One line per event, its fields as JSON."""
+        if self._ranks.is_first:
+            logger.info("orbit: %s %s", event, json.dumps(fields))
 
     def _move(self, req: Req) -> bool:
         version = self._versions.active_version
@@ -268,7 +282,8 @@ def install(result: None, scheduler: Scheduler) -> None:
         return
     hooks.require_applied()
     bank = scheduler.tp_worker.model_runner.orbit_slots
-    scheduler.orbit = SlotScheduler(scheduler, bank, SlotsConfig.from_server_args(scheduler.server_args))
+    config, ranks = SlotsConfig.from_server_args(scheduler.server_args), Ranks(scheduler.tp_group)
+    scheduler.orbit = SlotScheduler(scheduler, bank, config, ranks)
     scheduler._request_dispatcher += scheduler.orbit.handlers()
 
 

@@ -7,6 +7,7 @@ function in plain torch.
 Dimension suffixes: R requests, V vocabulary.
 """
 
+import functools
 import random
 
 import torch
@@ -24,9 +25,15 @@ def after_from_schedule_batch(result: SamplingBatchInfo, cls: type, batch: Sched
     seeds = []
     for req in batch.reqs:
         if req.sampling_params.sampling_seed is None:
-            req.sampling_params.sampling_seed = random.getrandbits(31)
+            req.sampling_params.sampling_seed = _drawing().getrandbits(31)
         seeds.append(req.sampling_params.sampling_seed)
     result.sampling_seed = torch.tensor(seeds, dtype=torch.int64, device=result.temperatures.device)
+
+
+@functools.cache
+def _drawing() -> random.Random:
+    # Of its own: the ranks of a server must draw the same seeds, whatever else each of them draws.
+    return random.Random(get_global_server_args().random_seed)
 
 
 def multinomial_with_seed(logprobs_RV: torch.Tensor, seed_R: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:

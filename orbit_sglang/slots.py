@@ -9,8 +9,9 @@ from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
 from orbit_kernels.wire import Adapter, AdapterError
 from orbit_sglang.config import SlotsConfig
-from orbit_sglang.naming import FUSED_PARTS, part_names
+from orbit_sglang.naming import FUSED_PARTS
 from orbit_sglang.quant.experts import ReferenceExperts
+from orbit_sglang.sharding import Share, shares
 from orbit_sglang.slotted import LINEARS, AdaptedLayer, BatchSlots, SharedExperts, SlottedExperts, SlottedLinear
 
 logger = logging.getLogger(__name__)
@@ -27,10 +28,13 @@ class PreparedAdapter:
 
     def write(self, slot: int) -> None:
         """Place it in a slot that no request uses."""
-        for linear, prepared in self._linears:
-            linear.write(slot, prepared)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the pass that uses the slot next runs on another stream
+        # A stream of its own: the copies run beside the forward passes, which use the other slot.
+        stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+        with torch.cuda.stream(stream):
+            for linear, prepared in self._linears:
+                linear.write(slot, prepared)
+        if stream is not None:
+            stream.synchronize()
 
     def module_counts(self) -> dict[str, int]:
         """Adapted linears by Hugging Face leaf name."""
@@ -59,7 +63,7 @@ class SlotBank:
         self._dtype = dtype
         for name, layer in model.named_modules():
             if name.rsplit(".", 1)[-1] in SLOTTED_LINEARS and isinstance(layer, LinearBase):
-                self._add_linear(_part_rows(name, layer), layer)
+                self._add_linear(shares(name, layer), layer)
             elif isinstance(layer, FusedMoE):
                 self._add_experts(name, layer)
         if not self.slotted_linears:
@@ -88,8 +92,8 @@ class SlotBank:
             raise AdapterError(problems)
         return PreparedAdapter(adapter, [(linear, linear.prepare(adapter)) for linear in self.slotted_linears])
 
-    def _add_linear(self, parts: dict[str, int], layer: LinearBase) -> None:
-        linear = self._slotted(parts, layer.input_size)
+    def _add_linear(self, parts: dict[str, Share], layer: LinearBase) -> None:
+        linear = self._slotted(parts)
         if linear is not None:
             AdaptedLayer(linear, layer, self.batch)
 
@@ -100,35 +104,29 @@ class SlotBank:
             logger.warning("No slot: the experts of %s are computed by SGLang's own kernel", name)
             return
         if self._config.experts == "shared":
-            shared = {group: self._slotted(*method.linear(group, None)) for group in method.groups}
+            shared = {group: self._slotted(method.linear(group, None)) for group in method.groups}
             found = {group: linear for group, linear in shared.items() if linear is not None}
             method.adapter = SharedExperts(found, layer.num_local_experts, self.batch)
             return
         each = {
-            group: [self._slotted(*method.linear(group, expert)) for expert in range(layer.num_local_experts)]
+            group: [self._slotted(method.linear(group, expert)) for expert in range(layer.num_local_experts)]
             for group in method.groups
         }
         found = {group: linears for group, linears in each.items() if None not in linears}
         method.adapter = SlottedExperts(found, self.batch)
 
-    def _slotted(self, parts: dict[str, int], columns: int) -> SlottedLinear | None:
-        """Slots for a linear with these rows of its parts; None, with a warning, where the method cannot adapt it."""
+    def _slotted(self, parts: dict[str, Share]) -> SlottedLinear | None:
+        """Slots for this rank's share of a linear; None, with a warning, where the method cannot adapt the linear."""
         config = self._config
-        self._shapes |= {part: (rows, columns) for part, rows in parts.items()}
+        self._shapes |= {part: share.shape for part, share in parts.items()}
         try:
-            config.method.shapes(sum(parts.values()), columns, ", ".join(parts))
+            for part, share in parts.items():
+                config.method.shapes(*share.shape, part)
         except ValueError as error:
             logger.warning("No slot: %s", error)
             return None
         device = self.batch.slot_of_token_T.device
         split = config.fused == "split"
-        linear = LINEARS[config.adapter](parts, columns, config.method, split=split, dtype=self._dtype, device=device)
+        linear = LINEARS[config.adapter](parts, config.method, split=split, dtype=self._dtype, device=device)
         self.slotted_linears.append(linear)
         return linear
-
-
-def _part_rows(module: str, layer: LinearBase) -> dict[str, int]:
-    """Rows of the linears behind one of SGLang's, by Hugging Face name."""
-    names = part_names(module)
-    sizes = [layer.output_size] if len(names) == 1 else layer.output_partition_sizes
-    return dict(zip(names, sizes, strict=True))

@@ -5,6 +5,7 @@ import logging
 import pathlib
 import threading
 import time
+from collections.abc import Sequence
 
 from orbit_kernels.wire import AdapterError
 from orbit_sglang.messages import StageRequest
@@ -22,18 +23,44 @@ class StageFailure:
     problems: list[str] | None = None
 
 
+@dataclasses.dataclass
+class StageOutcome:
+    """How a staging ended on one rank, or on all: ``staged`` or ``failure``.
+
+    ``overwritten`` when the slot's earlier content is gone; ``seconds`` is the time that it took.
+    """
+
+    staged: StagedAdapter | None = None
+    failure: StageFailure | None = None
+    overwritten: bool = False
+    seconds: float = 0.0
+
+    @classmethod
+    def of_ranks(cls, outcomes: Sequence["StageOutcome"]) -> "StageOutcome":
+        """The outcome for all ranks of a server: staged on every one, or failed."""
+        failed = next(((rank, outcome) for rank, outcome in enumerate(outcomes) if outcome.failure), None)
+        staged, failure = outcomes[0].staged, None
+        if failed is not None:
+            rank, outcome = failed
+            on_rank = f"rank {rank}: " if len(outcomes) > 1 else ""
+            staged, failure = None, StageFailure(on_rank + outcome.failure.message, outcome.failure.problems)
+        return cls(
+            staged=staged,
+            failure=failure,
+            overwritten=any(outcome.overwritten for outcome in outcomes),
+            seconds=max(outcome.seconds for outcome in outcomes),
+        )
+
+
 class StageJob:
     """Reads, checks and writes a payload. The slot is written only after every check has passed.
 
-    The scheduler polls ``done`` and then reads ``staged`` or ``failure``; until then only the job touches the slot.
+    The scheduler polls ``done`` and then reads ``outcome``; until then only the job touches the slot.
     """
 
     def __init__(self, request: StageRequest, bank: SlotBank, slot: int):
         self.request = request
-        self.staged: StagedAdapter | None = None
-        self.failure: StageFailure | None = None
-        self.overwritten = False
-        self.seconds = 0.0
+        self.outcome = StageOutcome()
         self._bank = bank
         self._slot = slot
         self._thread = threading.Thread(target=self._run, name="orbit-stage", daemon=True)
@@ -51,9 +78,9 @@ class StageJob:
         start = time.perf_counter()
         try:
             prepared = self._bank.prepare(pathlib.Path(self.request.path).read_bytes())
-            self.overwritten = True
+            self.outcome.overwritten = True
             prepared.write(self._slot)
-            self.staged = StagedAdapter(
+            self.outcome.staged = StagedAdapter(
                 version=self.request.version,
                 adapter_type=prepared.adapter.config.type,
                 digest=prepared.adapter.digest(),
@@ -61,8 +88,8 @@ class StageJob:
                 modules=prepared.module_counts(),
             )
         except AdapterError as error:
-            self.failure = StageFailure("the adapter was refused", error.problems)
+            self.outcome.failure = StageFailure("the adapter was refused", error.problems)
         except Exception as error:  # whatever it is, the scheduler must answer and serve on
             logger.exception("Staging version %d failed", self.request.version)
-            self.failure = StageFailure(f"staging failed: {type(error).__name__}: {error}")
-        self.seconds = time.perf_counter() - start
+            self.outcome.failure = StageFailure(f"staging failed: {type(error).__name__}: {error}")
+        self.outcome.seconds = time.perf_counter() - start

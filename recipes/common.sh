@@ -30,6 +30,7 @@ ONE_SMALL_MACHINE=(
     actor_rollout_ref.model.enable_gradient_checkpointing=false
     actor_rollout_ref.rollout.nnodes=1
     actor_rollout_ref.rollout.n_gpus_per_node=1
+    actor_rollout_ref.rollout.tensor_model_parallel_size=1
     actor_rollout_ref.rollout.gpu_memory_utilization=0.2
     actor_rollout_ref.rollout.agent.num_workers=1
     +actor_rollout_ref.rollout.engine_kwargs.sglang.max_total_tokens=16384

@@ -38,6 +38,7 @@ from orbit_sglang.config import FrozenBaseConfig
 from orbit_sglang.hooks import Hook
 from orbit_sglang.quant import linear
 from orbit_sglang.quant.scheme import read_scheme
+from orbit_sglang.sharding import Share
 
 _LAYER = "sglang.srt.layers.moe.fused_moe_triton.layer."
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner."
@@ -123,10 +124,10 @@ class ReferenceExperts(FusedMoEMethodBase):
         )
         return StandardCombineInput(hidden_states=y_TD)
 
-    def linear(self, group: tuple[str, ...], expert: int | None) -> tuple[dict[str, int], int]:
-        """Rows of fused projections by name, and their columns; of one expert, or with None of what all share."""
-        rows, columns = self._shapes[_GROUP_OF[group]]
-        return {expert_module(self._prefix, projection, expert): rows for projection in group}, columns
+    def linear(self, group: tuple[str, ...], expert: int | None) -> dict[str, Share]:
+        """Fused projections by name, of one expert, or with None of what all share."""
+        share = Share.whole(*self._shapes[_GROUP_OF[group]])
+        return {expert_module(self._prefix, projection, expert): share for projection in group}
 
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
@@ -196,6 +197,10 @@ def around_layer(
     """Around ``FusedMoE.__init__``: the reference in place of the family's method."""
     if linear.slots_enabled():
         server_args = get_global_server_args()
+        if server_args.tp_size > 1:
+            raise ValueError(
+                f"--tp-size {server_args.tp_size}: on a CPU the routed experts of {prefix} are computed by one rank; use 1"
+            )
         config = FrozenBaseConfig.from_server_args(server_args)
         scheme = read_scheme(server_args.model_path)
         buffer = _buffer(config.experts_per_chunk)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from sglang.srt.distributed import get_tp_group
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.server_args import get_global_server_args
 from sglang.srt.utils import is_cpu
@@ -16,6 +17,7 @@ from orbit_kernels.manifest import BaseManifest
 from orbit_sglang.config import FrozenBaseConfig
 from orbit_sglang.quant import experts, linear, stored
 from orbit_sglang.quant.scheme import read_scheme
+from orbit_sglang.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +61,11 @@ def around_load(
 
 
 def _record(model: torch.nn.Module, linears: Mapping[str, Mapping[str, StoredWeight]]) -> dict[str, Any]:
-    """The manifest of the base as JSON values."""
+    """The manifest of the base on all ranks, as JSON values."""
     start = time.perf_counter()
     formats = {part: weight.format for parts in linears.values() for part, weight in parts.items()}
     manifest = BaseManifest.of(formats, stored.checkpoint_tensors(model, linears))
+    manifest = BaseManifest.union(Ranks(get_tp_group()).gather(manifest))
     logger.info("Digests of %d base tensors took %.1f s", len(manifest.tensors), time.perf_counter() - start)
     return dataclasses.asdict(manifest)
 

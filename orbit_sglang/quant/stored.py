@@ -1,6 +1,7 @@
 """The tensors of a checkpoint, found again in SGLang's loaded parameters. Valid until SGLang repacks them."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 import torch
 from sglang.srt.layers.linear import LinearBase
@@ -10,7 +11,9 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from orbit_kernels.formats import BaseScheme, Bf16Format, TensorSpec, WeightFormat
 from orbit_kernels.frozen import StoredWeight
+from orbit_kernels.manifest import Cut
 from orbit_sglang.naming import part_names
+from orbit_sglang.sharding import Share, shares
 
 SHAPE_LEAF = "weight_shape"
 UE8M0_NAN = 0xFF
@@ -53,7 +56,7 @@ def check_values(linears: Mapping[str, Mapping[str, StoredWeight]]) -> None:
 
 
 def stored_linears(model: torch.nn.Module, scheme: BaseScheme) -> dict[str, dict[str, StoredWeight]]:
-    """The parts of every linear inside the layers, by SGLang's name and then by Hugging Face's.
+    """This rank's share of the parts of every linear inside the layers, by SGLang's name and then by Hugging Face's.
 
     The tensors are views of SGLang's parameters, copies only where SGLang changed the dtype.
 
@@ -70,39 +73,77 @@ def stored_linears(model: torch.nn.Module, scheme: BaseScheme) -> dict[str, dict
 def checkpoint_tensors(
     model: torch.nn.Module, linears: Mapping[str, Mapping[str, StoredWeight]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the base by its name in the checkpoint: a shared one once, vocabularies without padding."""
+    """Every tensor of the base by its name in the checkpoint: a shared one once, vocabularies without padding.
+
+    A tensor that the ranks divide has its ``Cut`` behind its name.
+    """
     for name, module in model.named_modules():
-        if name in linears:
+        if isinstance(module, LinearBase) and name in linears:
+            yield from _of_linear(shares(name, module), linears[name], module.bias)
+        elif name in linears:  # experts
             for part, weight in linears[name].items():
                 yield from ((f"{part}.{leaf}", tensor) for leaf, tensor in weight.tensors.items())
-            if getattr(module, "bias", None) is not None:
-                biases = module.bias.detach().split([weight.rows for weight in linears[name].values()])
-                yield from ((f"{part}.bias", bias) for part, bias in zip(linears[name], biases, strict=True))
-            continue
-        if isinstance(module, RadixAttention):  # its parameters are scales of the KV cache, which is not quantised
-            continue
-        rows = module.org_vocab_size if isinstance(module, VocabParallelEmbedding) else None
-        for leaf, parameter in module.named_parameters(recurse=False):
-            yield f"{name}.{leaf}", parameter.detach()[:rows]
+        elif isinstance(module, VocabParallelEmbedding):
+            yield from _of_vocabulary(name, module)
+        elif not isinstance(module, RadixAttention):  # its scales are of the KV cache, which is not quantised
+            for leaf, parameter in module.named_parameters(recurse=False):
+                yield f"{name}.{leaf}", parameter.detach()
+
+
+def _of_linear(
+    held: Mapping[str, Share], weights: Mapping[str, StoredWeight], bias: torch.Tensor | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for part, weight in weights.items():
+        share = held[part]
+        whole = weight.format.specs(*share.shape)
+        for leaf, tensor in weight.tensors.items():
+            if leaf == SHAPE_LEAF:
+                tensor = tensor.new_tensor(share.shape)
+            yield f"{part}.{leaf}{_cut(share, whole[leaf].shape, tensor.shape)}", tensor
+    if bias is not None:
+        biases = bias.detach().split([weight.rows for weight in weights.values()])
+        for (part, share), tensor in zip(held.items(), biases, strict=True):
+            yield f"{part}.bias{_cut(share, share.shape[:1], tensor.shape)}", tensor
+
+
+def _of_vocabulary(name: str, module: VocabParallelEmbedding) -> Iterator[tuple[str, torch.Tensor]]:
+    held, size = module.shard_indices, module.org_vocab_size
+    first, last = held.org_vocab_start_index, held.org_vocab_end_index
+    cut = "" if last - first == size else Cut(0, first, last)
+    for leaf, parameter in module.named_parameters(recurse=False):
+        if last > first:  # a rank may hold nothing but padding
+            yield f"{name}.{leaf}{cut}", parameter.detach()[: last - first]
+
+
+def _cut(share: Share, whole: Sequence[int], held: Sequence[int]) -> Cut | Literal[""]:
+    """The range that a rank holds of a stored tensor, where it does not hold all of it."""
+    divided = [dim for dim, sizes in enumerate(zip(whole, held, strict=True)) if sizes[0] != sizes[1]]
+    if not divided:
+        return ""
+    (dim,) = divided
+    held_range = share.rows if len(share.rows) < share.shape[0] else share.columns
+    start = held_range.start // len(held_range) * held[dim]
+    return Cut(dim, start, start + held[dim])
 
 
 def _stored_parts(name: str, layer: LinearBase, scheme: BaseScheme) -> dict[str, StoredWeight]:
-    parts = part_names(name)
-    rows = list(layer.output_partition_sizes) if len(parts) > 1 else [layer.output_size]
+    held_shares = shares(name, layer)
+    parts, rows = tuple(held_shares), [len(share.rows) for share in held_shares.values()]
+    columns = len(held_shares[parts[0]].columns)
     held = {leaf: value.detach() for leaf, value in layer.named_parameters(recurse=False) if leaf != "bias"}
     weight_format = _format(layer, parts, scheme)
-    specs = [weight_format.specs(part_rows, layer.input_size) for part_rows in rows]
+    specs = [weight_format.specs(part_rows, columns) for part_rows in rows]
     if held.keys() != specs[0].keys():
         raise ValueError(
             f"{name}: SGLang holds {sorted(held)}, and the format {weight_format.name} has {sorted(specs[0])}; check "
             "the ignored layers of quantization_config against the checkpoint's tensors"
         )
-    split = {leaf: _split(leaf, stack, [spec[leaf] for spec in specs], rows, layer) for leaf, stack in held.items()}
+    split = {leaf: _split(leaf, stack, [spec[leaf] for spec in specs], rows, columns) for leaf, stack in held.items()}
     return {
         part: StoredWeight(
             format=weight_format,
             rows=part_rows,
-            columns=layer.input_size,
+            columns=columns,
             tensors={leaf: tensors[index] for leaf, tensors in split.items()},
         )
         for index, (part, part_rows) in enumerate(zip(parts, rows, strict=True))
@@ -117,12 +158,12 @@ def _format(layer: LinearBase, parts: Sequence[str], scheme: BaseScheme) -> Weig
 
 
 def _split(
-    leaf: str, stack: torch.Tensor, specs: Sequence[TensorSpec], rows: Sequence[int], layer: LinearBase
+    leaf: str, stack: torch.Tensor, specs: Sequence[TensorSpec], rows: Sequence[int], columns: int
 ) -> list[torch.Tensor]:
     """One parameter of SGLang's as the tensors of the parts."""
     if leaf == SHAPE_LEAF:
         # SGLang 0.5.12 loads the shapes of all parts over one another (compressed_tensors_wNa16.py:185).
-        return [torch.tensor([part_rows, layer.input_size], dtype=specs[0].dtype) for part_rows in rows]
+        return [torch.tensor([part_rows, columns], dtype=specs[0].dtype) for part_rows in rows]
     sizes = [spec.shape[0] if len(spec.shape) > 1 else 1 for spec in specs]
     tensors = stack.split(sizes)
     return [tensor.reshape(spec.shape).to(spec.dtype) for tensor, spec in zip(tensors, specs, strict=True)]

@@ -10,6 +10,7 @@ import torch
 
 from orbit_kernels.methods import AdapterMethod
 from orbit_kernels.wire import Adapter
+from orbit_sglang.sharding import Share
 from orbit_sglang.versions import BASE_SLOT, SLOTS
 
 Slots = int | torch.Tensor
@@ -20,33 +21,35 @@ class SlottedLinear(abc.ABC):
     """An adapter per slot for one frozen linear, all at fixed addresses; the linear itself stays SGLang's.
 
     Args:
-        parts: rows of each part by its Hugging Face name, one for a linear that is not fused.
-        columns: I.
+        parts: this rank's share of each part by its Hugging Face name, one for a linear that is not fused.
         method: the adapter's kind and size, which the slots are made for.
         split: whether each part has its own tensor on the input, or one is tied to all.
         dtype: dtype of the activations, in which the slots are kept.
         device: of the slots.
 
-    ``slots`` holds each slot's tensors: their contents change while no request uses the slot, their addresses never.
+    ``parts`` are the rows that this rank holds of each part. ``slots`` holds each slot's tensors: their contents change while no request uses the slot, their addresses never.
 
     Raises:
-        ValueError: the method cannot adapt a linear of this width.
+        ValueError: the method cannot adapt a share of this width.
     """
 
     def __init__(
         self,
-        parts: Mapping[str, int],
-        columns: int,
+        parts: Mapping[str, Share],
         method: AdapterMethod,
         *,
         split: bool,
         dtype: torch.dtype,
         device: torch.device,
     ):
-        self.parts = dict(parts)
+        self.parts = {part: len(share.rows) for part, share in parts.items()}
+        self._shares = dict(parts)
         self._method = method
         self._split = split and len(parts) > 1
-        self._shapes = {part: method.shapes(rows, columns, part) for part, rows in parts.items()}
+        self._shapes = {
+            part: method.shapes(len(share.rows), len(share.columns), f"a rank's share of {part}")
+            for part, share in parts.items()
+        }
         self._identity = self._identity_tensors(dtype, device)
         self.slots = {
             slot: tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in self._identity)
@@ -83,6 +86,14 @@ class SlottedLinear(abc.ABC):
         for target, source in zip(self.slots[slot], prepared or self._identity, strict=True):
             target.copy_(source)
         self._adapted[slot] = prepared is not None
+
+    def _tensors(self, adapter: Adapter, part: str) -> dict[str, torch.Tensor]:
+        """This rank's share of an accepted adapter's tensors for a part; empty where it leaves the part alone."""
+        tensors, share = adapter.module_tensors(part), self._shares[part]
+        if not tensors:
+            return {}
+        tensors = self._method.shard_rows(tensors, share.rows.start, share.rows.stop)
+        return self._method.shard_columns(tensors, share.columns.start, share.columns.stop)
 
     def is_idle(self, slots: Slots) -> bool:
         """Whether these rows are known to have no adapter here, so that the frozen linear alone computes them."""

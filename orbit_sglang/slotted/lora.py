@@ -22,7 +22,7 @@ class LoRALinear(SlottedLinear):
 
     def prepare(self, adapter: Adapter) -> tuple[torch.Tensor, torch.Tensor] | None:
         """A [P, R, I] and ``s B`` [O, R]; zero for a part without an adapter."""
-        parts = {part: adapter.module_tensors(part) for part in self.parts}
+        parts = {part: self._tensors(adapter, part) for part in self.parts}
         adapted = [tensors for tensors in parts.values() if tensors]
         if not adapted:
             return None

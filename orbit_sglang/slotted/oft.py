@@ -20,7 +20,7 @@ class OFTLinear(SlottedLinear):
 
     def prepare(self, adapter: Adapter) -> tuple[torch.Tensor] | None:
         """Blocks [P, N, B, B]."""
-        parts = [adapter.module_tensors(part) for part in self.parts][: self._num_rotations]
+        parts = [self._tensors(adapter, part) for part in self.parts][: self._num_rotations]
         if not any(parts):
             return None
         (identity_PNBB,) = self._identity_tensors(torch.float32, torch.device("cpu"))

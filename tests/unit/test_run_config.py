@@ -210,6 +210,21 @@ def test_parallel_layouts_that_do_not_exist_yet_are_refused(run_config):
         omega_conf_to_dataclass(config.actor_rollout_ref.actor)
 
 
+def test_servers_of_several_ranks_need_their_devices(run_config):
+    """verl's default is two ranks."""
+    tensor_parallel = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    with pytest.raises(ValueError, match=f"{tensor_parallel}=2: .* 1 devices of trainer.n_gpus_per_node; .* e.g. 1"):
+        resolve(run_config("trainer.n_gpus_per_node=1"))
+    asynchronous = ("trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.rollout.n_gpus_per_node=2")
+    config = run_config("trainer.n_gpus_per_node=1", *asynchronous, f"{tensor_parallel}=2")
+    resolve(config)
+    assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == 2
+    with pytest.raises(
+        ValueError, match="4: a server of 4 ranks does not fit the 2 devices of actor_rollout_ref.rollout"
+    ):
+        resolve(run_config(*asynchronous, f"{tensor_parallel}=4"))
+
+
 def test_wrong_tokenisers_are_refused(run_config, model):
     edit_config(model, vocab_size=16)
     with pytest.raises(ValueError, match="has 32 tokens, the model 16: it belongs to another model"):

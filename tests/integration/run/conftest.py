@@ -29,6 +29,7 @@ reward.custom_reward_function.name=compute_score reward.num_workers=1
 actor_rollout_ref.actor.ppo_mini_batch_size=8 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16
 actor_rollout_ref.actor.optim.lr=1e-3 actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=32
 actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.agent.num_workers=1 actor_rollout_ref.rollout.max_num_seqs=32
+actor_rollout_ref.rollout.tensor_model_parallel_size=1
 actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32 actor_rollout_ref.rollout.gpu_memory_utilization=0.1
 +actor_rollout_ref.rollout.engine_kwargs.sglang.max_total_tokens=8192
 transfer_queue.backend.SimpleStorage.num_data_storage_units=1

@@ -23,6 +23,7 @@ CPU_FLAGS = (
     "--max-total-tokens", "20000", "--max-running-requests", "32", "--random-seed", "0",
     "--sleep-on-idle",
 )  # fmt: skip
+TWO_RANKS = ("--tp-size", "2")
 KEY = "the-key"
 QWEN3_FLAGS = ("--enable-orbit-slots", "--dtype", "float32")
 LLAMA_FLAGS = (

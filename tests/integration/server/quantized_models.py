@@ -77,7 +77,7 @@ def difference_from_files(folder: pathlib.Path, served: BaseManifest) -> str | N
     scheme = read_base_scheme(_config_fields(folder))
     modules = {name.rsplit(".", 1)[0] for name in checkpoint.specs if "_proj." in name}
     formats = {module: scheme.format_of(module) for module in modules}
-    files = BaseManifest.of(formats, ((name, checkpoint.tensor(name)) for name in checkpoint.specs))
+    files = BaseManifest.of(formats, ((name, checkpoint.tensor(name)) for name in checkpoint.specs), served.cuts)
     return first_difference(files, served, ("the files", "the server"))
 
 

@@ -19,6 +19,7 @@ from orbit_kernels.experts import (
 from orbit_kernels.formats import Int4Format
 from orbit_kernels.methods import AdapterMethod, LoRAMethod, OFTMethod
 from orbit_kernels.wire import Adapter
+from orbit_sglang.sharding import Share
 from orbit_sglang.slotted import LINEARS, BatchSlots, SharedExperts, SlottedExperts, SlottedLinear
 from orbit_sglang.versions import BASE_SLOT, SLOTS
 
@@ -41,10 +42,9 @@ def experts() -> FrozenExperts:
 
 
 def slotted(method: AdapterMethod, split: bool, projections: tuple[str, ...], expert: int | None) -> SlottedLinear:
-    parts = {expert_module(PREFIX, projection, expert): SHAPES[projection][0] for projection in projections}
-    columns = SHAPES[projections[0]][1]
+    parts = {expert_module(PREFIX, projection, expert): Share.whole(*SHAPES[projection]) for projection in projections}
     device = torch.device("cpu")
-    return LINEARS[method.type](parts, columns, method, split=split, dtype=torch.float32, device=device)
+    return LINEARS[method.type](parts, method, split=split, dtype=torch.float32, device=device)
 
 
 def adapter(method: AdapterMethod, seed: int, owners: list[int | None], tied: bool) -> Adapter:

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, ReplicatedLinear
+from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, ReplicatedLinear, RowParallelLinear
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
 from orbit_kernels.adapter import AdapterConfig, tensor_name
 from orbit_kernels.methods import AdapterMethod, LoRAMethod, OFTMethod
 from orbit_kernels.wire import Adapter, AdapterError
 from orbit_sglang.config import SlotsConfig
+from orbit_sglang.sharding import shares
 from orbit_sglang.slots import BatchSlots, SlotBank
 
 WIDTH, BLOCK = 64, 16
@@ -225,3 +226,99 @@ def test_a_width_that_the_block_does_not_divide_has_no_slot_and_refuses_the_adap
     refused = Adapter({tensor_name("down_proj"): torch.zeros(1, 2016)}, config)
     with pytest.raises(AdapterError, match="width 96 is not a multiple of the OFT block size 64"):
         bank.prepare(refused.encode())
+
+
+def on_rank(rank: int, ranks: int, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """One rank's share of an attention block with two key and value heads, as SGLang builds it; weights are not set."""
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            tensor_parallel = {"params_dtype": dtype, "tp_rank": rank, "tp_size": ranks}
+            self.qkv_proj = QKVParallelLinear(WIDTH, 16, 4, 2, bias=False, **tensor_parallel)
+            self.o_proj = RowParallelLinear(64, WIDTH, bias=False, reduce_results=False, **tensor_parallel)
+
+    return Block()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_ranks_hold_a_linear_between_them(ranks):
+    """Four ranks and two key heads: each head is held twice."""
+    held = [shares("qkv_proj", on_rank(rank, ranks).qkv_proj) for rank in range(ranks)]
+    for part, rows in zip(PARTS, SIZES, strict=True):
+        found = [one[part] for one in held]
+        assert {share.shape for share in found} == {(rows, WIDTH)} and all(len(s.columns) == WIDTH for s in found)
+        copies = max(1, ranks // 2) if part != "q_proj" else 1
+        assert [share.rows for share in found[::copies]] == [
+            range(start, start + rows * copies // ranks) for start in range(0, rows, rows * copies // ranks)
+        ]
+        assert all(share.rows == found[index - index % copies].rows for index, share in enumerate(found))
+    columns = [shares("o_proj", on_rank(rank, ranks).o_proj)["o_proj"].columns for rank in range(ranks)]
+    assert [column for share in columns for column in share] == list(range(64))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_shares_of_an_adapted_linear_make_up_the_whole(method, ranks):
+    """Rows of the ranks side by side, and the sum of what each makes of its columns."""
+    shapes = {"q_proj": 64, "k_proj": 32, "v_proj": 32, "o_proj": WIDTH}
+    generator = torch.Generator().manual_seed(0)
+    weights = {part: torch.randn(rows, WIDTH, generator=generator) for part, rows in shapes.items()}
+    tensors = {
+        tensor_name(part, leaf): 0.1 * torch.randn(shape, generator=generator)
+        for part, rows in shapes.items()
+        for leaf, shape in method.shapes(rows, WIDTH).items()
+    }
+    one = Adapter(tensors, AdapterConfig(method=method, target_modules=tuple(shapes)))
+    x_TI = torch.randn(5, WIDTH, generator=generator)
+    found = {part: [] for part in shapes}
+    for rank in range(ranks):
+        block = on_rank(rank, ranks)
+        held = shares("qkv_proj", block.qkv_proj) | shares("o_proj", block.o_proj)
+        block.qkv_proj.weight.data = torch.cat([weights[part][held[part].rows] for part in PARTS])
+        block.o_proj.weight.data = weights["o_proj"][:, held["o_proj"].columns]
+        bank = SlotBank(block, slots_config(method, fused="split"), torch.float32, BatchSlots(10, torch.device("cpu")))
+        bank.prepare(one.encode()).write(1)
+        with bank.batch.running([1], [5]):
+            outputs = block.qkv_proj(x_TI)[0].split([len(held[part].rows) for part in PARTS], dim=-1)
+            o_input_TI = x_TI[:, held["o_proj"].columns]
+            found["o_proj"].append(block.o_proj.quant_method.apply(block.o_proj, o_input_TI))  # before the all-reduce
+        for part, output_TO in zip(PARTS, outputs, strict=True):
+            found[part].append(output_TO)
+    for part, weight_OI in weights.items():
+        expected_TO = method.linear(x_TI, weight_OI, one.module_tensors(part))
+        copies = max(1, ranks // 2) if part in ("k_proj", "v_proj") else 1
+        actual_TO = sum(found[part]) if part == "o_proj" else torch.cat(found[part][::copies], dim=-1)
+        assert (actual_TO - expected_TO).abs().max() <= 2e-5
+        assert (expected_TO - x_TI @ weight_OI.T).abs().max() > 0.1
+
+
+def test_a_share_that_cuts_a_block_stops_the_start():
+    """A whole linear that the block divides, and a rank's share of it that it does not: 64 columns on four ranks."""
+    config = slots_config(OFTMethod(block_size=32))
+    with pytest.raises(
+        ValueError, match="a rank's share of o_proj: width 16 is not a multiple of the OFT block size 32"
+    ):
+        SlotBank(on_rank(1, 4), config, torch.float32, BatchSlots(10, torch.device("cpu")))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("fused", ["tied", "split"])
+def test_a_captured_graph_replays_with_the_slots_of_the_day(method, fused):
+    """Captured outside a pass, as SGLang does it; then slots, and what they hold, change."""
+    model = Attention(torch.bfloat16).cuda()
+    bank = SlotBank(model, slots_config(method, fused=fused), torch.bfloat16, BatchSlots(9, torch.device("cuda")))
+    x_TD = torch.randn(9, WIDTH, device="cuda", dtype=torch.bfloat16)
+    model(x_TD)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured_TO = model(x_TD)
+    for seed in (1, 2):
+        for slot in (1, 2):
+            bank.prepare(adapter(method, 10 * seed + slot, tied=fused == "tied").encode()).write(slot)
+        for slots in ([0, 2, 1], [1, 1, 1], [0, 0, 0]):
+            with bank.batch.running(slots, [2, 3, 4]):
+                graph.replay()
+                replayed_TO = captured_TO.clone()
+                eager_TO = model(x_TD)
+            assert (replayed_TO - eager_TO).abs().max() <= 0.125

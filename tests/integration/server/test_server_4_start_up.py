@@ -7,6 +7,9 @@ import harness
 import pytest
 from harness import PROMPT, QWEN3_FLAGS, output_logprobs, prompt_logprobs
 
+from orbit_cli.doctor import State
+from orbit_cli.server_checks import server_checks
+
 PROMPTS = [PROMPT, PROMPT[:1], [(3 * index) % 50 + 3 for index in range(300)]]
 
 
@@ -28,6 +31,11 @@ def test_adapter_off_is_bitwise_the_plain_server(servers):
     plain = answers(servers.get("qwen3", "--dtype", "float32"))
     assert untouched == plain
     assert beside_a_version == plain
+
+
+def test_doctor_says_that_a_plain_server_has_no_slots(servers):
+    (check,) = server_checks(servers.get("qwen3", "--dtype", "float32").url, None)
+    assert check.state is State.FAILED and "--enable-orbit-slots" in check.detail
 
 
 def test_a_port_in_use_ends_the_server_with_a_clear_text(servers, tmp_path):
@@ -75,7 +83,7 @@ def test_every_hook_is_applied(server_args):
 @pytest.mark.parametrize(
     "changes, reason",
     [
-        ({"tp_size": 2}, "tp_size=2"),
+        ({"tp_size": 2, "ep_size": 2}, "ep_size=2"),
         ({"pp_size": 2}, "pp_size=2"),
         ({"tokenizer_worker_num": 2}, "tokenizer_worker_num=2"),
         ({"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["all"]}, "SGLang's own LoRA"),
