@@ -21,18 +21,30 @@ def main() -> None:
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    server: Annotated[
+        str | None, typer.Option(help="URL of a running server to ask first, e.g. http://127.0.0.1:30000.")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="That server's key, if it has one. It is never printed.")] = None,
+) -> None:
     """Check versions, plugins and hooks, and say what cannot run on this machine and why.
 
-    Exit status 1 when something that every run needs is broken.
+    With --server also what a running server holds: slots, versions, requests, base. Exit status 1 when something that
+    every run needs is broken, or the server cannot be reached, has no slots or refuses the key.
     """
     console = Console(highlight=False)
+    checks = []
+    if server is not None:
+        from orbit_cli.server_checks import server_checks
+
+        checks = server_checks(server, api_key)
+        console.print(doctor_checks.table(checks))
     # The stack warns at length about what is not installed; what matters of that is in the report.
     logging.disable(logging.WARNING)
     with console.status("importing verl, SGLang and Megatron-Core"), warnings.catch_warnings(action="ignore"):
-        checks = doctor_checks.run_checks()
-    console.print(doctor_checks.table(checks))
-    if any(check.state is doctor_checks.State.FAILED for check in checks):
+        machine = doctor_checks.run_checks()
+    console.print(doctor_checks.table(machine))
+    if any(check.state is doctor_checks.State.FAILED for check in [*checks, *machine]):
         raise typer.Exit(1)
 
 

@@ -42,8 +42,9 @@ class VersionInBody:
             try:
                 if not disconnected:
                     receive = _replay(move_version(body, scope["path"]), receive)
-            except ValueError as error:
-                await JSONResponse(error_body("bad_body", str(error)), 400)(scope, receive, send)
+            except (ValueError, RecursionError) as error:
+                problem = "the body is nested too deeply" if isinstance(error, RecursionError) else str(error)
+                await JSONResponse(error_body("bad_body", problem), 400)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

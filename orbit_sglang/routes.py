@@ -1,6 +1,7 @@
 """The HTTP routes of the slots, on SGLang's own application."""
 
 import json
+import reprlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,7 +11,8 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.utils.auth import AuthLevel, auth_level
 from starlette.requests import ClientDisconnect
 
-from orbit_sglang import messages
+from orbit_kernels.wire import MAX_VERSION
+from orbit_sglang import messages, openapi
 from orbit_sglang.config import SlotsConfig
 from orbit_sglang.frontend import Frontend, Refusal
 from orbit_sglang.request_body import VersionInBody
@@ -31,13 +33,13 @@ class Routes:
         Not as a router: SGLang 0.5.12's metrics middleware reads ``path`` from every route
         (``utils/common.py:1569``), which a router included by FastAPI no longer has.
         """
-        app.add_api_route("/orbit/status", self.status, methods=["GET"])
-        app.add_api_route("/orbit/base", self.base, methods=["GET"])
-        app.add_api_route("/orbit/stage", self.stage, methods=["POST"])
-        app.add_api_route("/orbit/activate", self.activate, methods=["POST"])
-        app.add_api_route("/orbit/rollback", self.rollback, methods=["POST"])
-        app.add_api_route("/orbit/discard", self.discard, methods=["POST"])
-        app.add_api_route("/orbit/adapter", self.adapter, methods=["GET"])
+        app.add_api_route("/orbit/status", self.status, methods=["GET"], **openapi.STATUS)
+        app.add_api_route("/orbit/base", self.base, methods=["GET"], **openapi.BASE)
+        app.add_api_route("/orbit/stage", self.stage, methods=["POST"], **openapi.STAGE)
+        app.add_api_route("/orbit/activate", self.activate, methods=["POST"], **openapi.ACTIVATE)
+        app.add_api_route("/orbit/rollback", self.rollback, methods=["POST"], **openapi.ROLLBACK)
+        app.add_api_route("/orbit/discard", self.discard, methods=["POST"], **openapi.DISCARD)
+        app.add_api_route("/orbit/adapter", self.adapter, methods=["GET"], **openapi.ADAPTER)
 
     async def status(self) -> Response:
         """Slots, versions, requests per version and counters."""
@@ -112,12 +114,14 @@ async def _answer(operation: Callable[[], Awaitable[dict[str, Any]]]) -> Respons
 
 def _query_version(request: Request) -> int:
     text = request.query_params.get("version", "")
-    return _version(int(text) if text.isdecimal() else text)
+    is_number = text.isascii() and text.isdecimal() and len(text) <= len(str(MAX_VERSION))
+    return _version(int(text) if is_number else text)
 
 
 def _version(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise Refusal(400, "bad_version", f"version {value!r}: must be an integer of at least 0")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_VERSION:
+        shown = reprlib.repr(value)
+        raise Refusal(400, "bad_version", f"version {shown}: must be an integer from 0 to {MAX_VERSION}")
     return value
 
 
@@ -132,7 +136,7 @@ async def _json_object(request: Request) -> dict[str, Any]:
     text = await request.body()
     try:
         body = json.loads(text or b"{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refusal(400, "bad_json", f"the body is not JSON: {error}") from None
     if not isinstance(body, dict) or body.keys() - BODY_KEYS:
         raise Refusal(400, "bad_body", f"the body must be a JSON object with keys among {sorted(BODY_KEYS)}")

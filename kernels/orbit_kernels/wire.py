@@ -22,6 +22,9 @@ from orbit_kernels.fusing import FUSED_PARTS
 BASE_VERSION = 0
 """The adapter-off base model: always available, never staged."""
 
+MAX_VERSION = 2**53 - 1
+"""The largest integer that every JSON reader, and a Prometheus value, holds exactly."""
+
 METADATA_KEY = "adapter_config"
 SHARED_KEY = "shared_parts"
 

@@ -1,9 +1,24 @@
 import dataclasses
+import socket
+import subprocess
+import sys
 
 import pytest
+from typer.testing import CliRunner
 
+from orbit_cli import doctor
 from orbit_cli.doctor import CORE_PACKAGES, PINS_FILE, PLUGINS, State, plugin_checks, read_pins, version_checks
+from orbit_cli.main import app
+from orbit_cli.server_checks import server_checks
 from orbit_verl import plugin
+
+
+@pytest.fixture
+def closed_url():
+    """A port that is taken and does not listen."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
 
 
 def test_the_installed_stack_is_the_pinned_one():
@@ -42,10 +57,39 @@ def test_hooks_that_are_not_applied_are_named(monkeypatch):
     assert hook.target in check.detail and "taken out" in check.detail
 
 
+def test_a_server_that_cannot_be_reached_is_one_failed_line_and_exit_status_1(closed_url, monkeypatch):
+    monkeypatch.setattr(doctor, "run_checks", list)
+    ran = CliRunner().invoke(app, ["doctor", "--server", closed_url])
+    assert ran.exit_code == 1
+    assert ran.output.count("failed") == 1 and "cannot be reached" in ran.output
+    (check,) = server_checks(closed_url, None)
+    assert check.state is State.FAILED and "Connection refused" in check.detail
+
+
+@pytest.mark.parametrize("url", ["", "127.0.0.1:1", "ftp://127.0.0.1", "http://127.0.0.1:port", "http://[::1"])
+def test_what_is_no_url_is_a_failure(url):
+    (check,) = server_checks(url, None)
+    assert check.state is State.FAILED and "URL" in check.detail
+
+
+@pytest.mark.parametrize("key", ["secret\nkey", "secret ", "sécret"])
+def test_a_key_that_no_header_can_carry_is_not_printed(key):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        (check,) = server_checks(f"http://127.0.0.1:{silent.getsockname()[1]}", key)
+    assert check.state is State.FAILED
+    assert key not in check.detail and key.strip() not in check.detail and "cret" not in check.detail
+
+
+def test_asking_a_server_imports_no_stack(closed_url):
+    code = (
+        "import sys; from orbit_cli import main; from orbit_cli.server_checks import server_checks;"
+        f"server_checks({closed_url!r}, None); print({{'sglang', 'verl', 'torch'}} & set(sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
 @pytest.mark.slow
 def test_doctor_passes_here():
-    import subprocess
-    import sys
     from pathlib import Path
 
     command = [str(Path(sys.executable).with_name("orbit")), "doctor"]

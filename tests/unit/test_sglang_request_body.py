@@ -54,6 +54,23 @@ def test_routes_that_would_drop_the_version_refuse_it(path, body):
     assert moved({"input": "orbit_version"}, path) == {"input": "orbit_version"}
 
 
+def test_a_body_nested_too_deeply_is_answered_and_goes_no_further():
+    body = b'{"orbit_version": ' + b"[" * 100_000
+    sent = []
+
+    async def receive():
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message):
+        sent.append(message)
+
+    async def app(scope, receive, send):
+        pytest.fail("the body was passed on")
+
+    asyncio.run(VersionInBody(app)({"type": "http", "path": "/generate"}, receive, send))
+    assert sent[0]["status"] == 400 and b"nested too deeply" in sent[1]["body"]
+
+
 def test_middleware_joins_chunks_and_keeps_later_messages():
     messages = [
         {"type": "http.request", "body": b'{"text": "a", "orb', "more_body": True},

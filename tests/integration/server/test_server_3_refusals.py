@@ -3,6 +3,7 @@
 import pickle
 
 import pytest
+import requests
 import tiny_models
 import torch
 from harness import output_logprobs
@@ -95,7 +96,7 @@ def test_a_pickle_is_refused_and_never_loaded(qwen3, tmp_path):
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("version", ["", "x", "-1", "1.5"])
+@pytest.mark.parametrize("version", ["", "x", "-1", "1.5", "1" * 400, "1" * 5000, str(2**53), "\u0661"])
 def test_a_version_that_is_no_number_is_refused(qwen3, version):
     response = qwen3.post("/orbit/stage", params={"version": version}, data=GOOD.encode())
     assert response.status_code == 400 and response.json()["error"]["code"] == "bad_version"
@@ -113,6 +114,7 @@ def test_a_version_that_is_not_new_is_refused(qwen3):
     [
         ({"version": 10**6}, 409, "version_not_staged"),
         ({"version": "1"}, 400, "bad_version"),
+        ({"version": 10**400}, 400, "bad_version"),
         ({}, 400, "bad_version"),
         ({"version": 1, "inflight": "abort"}, 400, "bad_inflight"),
         ({"version": 1, "mode": "finish"}, 400, "bad_body"),
@@ -124,3 +126,10 @@ def test_an_activation_that_cannot_be_done_is_refused(qwen3, body, status, code)
     assert response.status_code == status
     assert response.json()["error"]["code"] == code
     assert qwen3.status()["active_version"] == 0
+
+
+@pytest.mark.parametrize("path", ["/orbit/activate", "/generate"])
+def test_a_body_that_is_nested_beyond_reading_is_refused(qwen3, path):
+    text = '{"orbit_version": ' + "[" * 100_000
+    response = requests.post(qwen3.url + path, data=text, headers={"Content-Type": "application/json"}, timeout=60)
+    assert response.status_code == 400 and response.json()["error"]["code"].startswith("bad_")

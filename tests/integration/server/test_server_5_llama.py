@@ -4,14 +4,32 @@ import http.client
 import select
 from urllib.parse import urlsplit
 
+import jsonschema
+import pytest
 import reference
 import requests
 import tiny_models
 import torch
 from harness import KEY, PROMPT, Running, output_logprobs, prompt_logprobs, spans, wait_for
 from quantized_models import difference_from_files
+from typer.testing import CliRunner
 
+from orbit_cli import doctor
+from orbit_cli.doctor import State
+from orbit_cli.main import app
+from orbit_cli.server_checks import server_checks
 from orbit_kernels.manifest import BaseManifest
+
+# ../shared/docs/interfaces.md, with the statuses of a malformed request, of a missing key and of a scheduler that is late.
+CONTRACT = {
+    ("get", "/orbit/status"): {200, 401, 503},
+    ("get", "/orbit/base"): {200, 401, 503},
+    ("post", "/orbit/stage"): {200, 400, 401, 408, 409, 413, 422, 500, 503},
+    ("post", "/orbit/activate"): {200, 400, 401, 409, 503},
+    ("post", "/orbit/rollback"): {200, 400, 401, 409, 503},
+    ("post", "/orbit/discard"): {200, 401, 409, 503},
+    ("get", "/orbit/adapter"): {200, 400, 401, 404, 503},
+}
 
 
 def split_adapter(seed: int, **kwargs):
@@ -154,3 +172,113 @@ def test_metrics_are_exported(llama):
     assert metrics["orbit_rollback_total"] >= 1
     reasons = {"version_not_new", "adapter_refused", "adapter_too_large"}
     assert all(metrics[f'orbit_stage_rejected_total{{reason="{reason}"}}'] >= 1 for reason in reasons)
+
+
+@pytest.fixture
+def description(llama) -> dict:
+    return llama.get("/openapi.json").json()
+
+
+def test_openapi_describes_every_route_of_the_contract(description):
+    operations = {
+        (method, path): operation
+        for path, methods in description["paths"].items()
+        for method, operation in methods.items()
+        if path.startswith("/orbit/")
+    }
+    assert {route: set(map(int, operation["responses"])) for route, operation in operations.items()} == CONTRACT
+    assert all(operation["summary"] and operation["description"] for operation in operations.values())
+    for route in (("post", "/orbit/stage"), ("get", "/orbit/adapter")):
+        (parameter,) = operations[route]["parameters"]
+        assert (parameter["name"], parameter["in"], parameter["required"]) == ("version", "query", True)
+        assert parameter["schema"]["type"] == "integer"
+    assert operations["post", "/orbit/stage"]["requestBody"]["content"].keys() == {"application/octet-stream"}
+    assert operations["get", "/orbit/adapter"]["responses"]["200"]["content"].keys() == {"application/octet-stream"}
+
+
+@pytest.mark.parametrize(
+    "path, body, valid",
+    [
+        ("/orbit/activate", {"version": 1}, True),
+        ("/orbit/activate", {"version": 1, "inflight": "switch"}, True),
+        ("/orbit/activate", {}, False),
+        ("/orbit/activate", {"version": -1}, False),
+        ("/orbit/activate", {"version": 1, "inflight": "abort"}, False),
+        ("/orbit/activate", {"version": 1, "mode": "finish"}, False),
+        ("/orbit/rollback", {}, True),
+        ("/orbit/rollback", {"version": 0, "inflight": "switch"}, True),
+        ("/orbit/rollback", {"version": None}, False),
+    ],
+)
+def test_a_body_is_valid_by_openapi_exactly_where_the_server_takes_it(llama, description, path, body, valid):
+    content = description["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    assert jsonschema.Draft202012Validator(content["schema"]).is_valid(body) == valid
+    assert (llama.post(path, body).status_code != 400) == valid
+
+
+def test_answers_are_as_openapi_describes_them(llama, description):
+    def hold(response: requests.Response, status: int) -> None:
+        assert response.status_code == status, response.text
+        method, path = response.request.method.lower(), urlsplit(response.url).path
+        content = description["paths"][path][method]["responses"][str(status)]["content"]
+        (media_type,) = content
+        assert response.headers["content-type"] == media_type
+        if media_type == "application/json":
+            schema = {**content[media_type]["schema"], "components": description["components"]}
+            jsonschema.validate(response.json(), schema, jsonschema.Draft202012Validator)
+            described = description["components"]["schemas"][schema["$ref"].rsplit("/", 1)[-1]]
+            assert response.json().keys() == described["properties"].keys()
+
+    version = llama.new_version()
+    hold(llama.get("/orbit/base"), 200)
+    hold(llama.stage(version, split_adapter(1)), 200)
+    hold(llama.get("/orbit/status"), 200)
+    hold(llama.activate(version), 200)
+    hold(llama.get("/orbit/adapter", version=version), 200)
+    hold(llama.post("/orbit/rollback", {}), 200)
+    hold(llama.post("/orbit/discard"), 200)
+    hold(llama.get("/orbit/status"), 200)
+    hold(llama.stage(version, split_adapter(1)), 409)
+    hold(llama.stage(version + 1, b""), 422)
+    hold(llama.stage(version + 1, bytes(2_000_001)), 413)
+    hold(llama.stage(-1, b""), 400)
+    hold(llama.activate(version), 409)
+    hold(llama.activate(-1), 400)
+    hold(llama.post("/orbit/rollback", {"version": version}), 409)
+    hold(llama.get("/orbit/adapter", version=version), 404)
+    for method, path in CONTRACT:
+        if path not in ("/orbit/status", "/orbit/base"):
+            hold(requests.request(method, llama.url + path, timeout=60), 401)
+
+
+def found_by_doctor(llama, key: str | None) -> dict[str, doctor.Check]:
+    return {check.subject: check for check in server_checks(llama.url, key)}
+
+
+def test_doctor_says_what_the_server_holds(llama):
+    version = llama.install(split_adapter(1))
+    assert llama.stage(version + 1, split_adapter(2)).status_code == 200
+    with llama.in_flight(tokens=1500):
+        found = found_by_doctor(llama, KEY)
+    assert {check.state for check in found.values()} == {State.OK}
+    digests = {slot["version"]: slot["digest"][:12] for slot in llama.status()["slots"]}
+    assert found["server, slots"].detail == "type oft, block_size 16, fused split"
+    for subject, held in (("active", version), ("staged", version + 1)):
+        detail = found[f"server, {subject} version"].detail
+        assert detail.startswith(f"{held} (") and digests[held] in detail
+    assert found["server, requests in flight"].detail == f"1 on version {version}"
+    assert found["server, last activation"].detail.endswith(" ms")
+    base = BaseManifest.from_json(llama.get("/orbit/base").text)
+    assert found["server, base"].detail == f"{len(base.tensors)} tensors, digest {base.digest}"
+
+
+@pytest.mark.parametrize(
+    "key, exit_code, line", [(KEY, 0, "accepted"), (f"{KEY}x", 1, "refused"), (None, 0, "need one")]
+)
+def test_doctor_tries_the_key_and_never_prints_it(llama, monkeypatch, key, exit_code, line):
+    monkeypatch.setattr(doctor, "run_checks", list)
+    before = llama.status()["slots"]
+    ran = CliRunner().invoke(app, ["doctor", "--server", llama.url, *(["--api-key", key] if key else [])])
+    assert ran.exit_code == exit_code, ran.output
+    assert line in found_by_doctor(llama, key)["server, key"].detail
+    assert KEY not in ran.output and llama.status()["slots"] == before
