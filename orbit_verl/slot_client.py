@@ -92,12 +92,7 @@ class SlotClient:
         raise SlotError(f"the SGLang server at {self.address} did not do {path}: {problem}")
 
     async def _once(self, http: httpx.AsyncClient, deadline: float, path: str, **request) -> dict[str, Any]:
-        left_s = max(0.05, deadline - time.monotonic())
-        # httpx limits each read, not the whole exchange: a server that trickles bytes must not outlive the deadline.
-        try:
-            response = await asyncio.wait_for(http.post(path, timeout=left_s, **request), left_s)
-        except TimeoutError:
-            raise httpx.ReadTimeout(f"nothing within {left_s:.1f} s") from None
+        response = await _send(http, "POST", path, max(0.05, deadline - time.monotonic()), **request)
         if response.is_success:
             return response.json()
         raise _refusal(response)
@@ -105,7 +100,7 @@ class SlotClient:
     async def _already_done(self, http: httpx.AsyncClient, path: str, version: int) -> dict[str, Any] | None:
         """What the answer would have been, when a request took effect but its answer was lost."""
         try:
-            response = await http.get("/orbit/status", timeout=RETRY_PAUSE_S * 4)
+            response = await _send(http, "GET", "/orbit/status", RETRY_PAUSE_S * 4)
             status = response.json() if response.is_success else {}
         except httpx.TransportError:
             return None
@@ -115,6 +110,17 @@ class SlotClient:
         if status.get("active_version") != version:
             return None
         return {**status, "pause_ms": status["last_activate_pause_ms"]}
+
+
+async def _send(http: httpx.AsyncClient, method: str, path: str, limit_s: float, **request) -> httpx.Response:
+    # httpx limits each read, not the whole exchange: a server that trickles bytes must not outlive the deadline.
+    try:
+        return await asyncio.wait_for(http.request(method, path, timeout=limit_s, **request), limit_s)
+    except TimeoutError:
+        raise httpx.ReadTimeout(f"nothing within {limit_s:.1f} s") from None
+    except AttributeError as error:
+        # anyio 4.16 asks a connection for its peer that is gone before it was handed out (abc/_sockets.py:155).
+        raise httpx.ConnectError("the connection was closed as it was made") from error
 
 
 def _refusal(response: httpx.Response) -> Unsuccessful:
