@@ -89,7 +89,7 @@ class AdapterConfig:
         Raises:
             ValueError: it is no known method, or it asks for an option that changes the mathematics.
         """
-        method = {known.peft_type: known for known in METHODS.values()}.get(peft.get("peft_type"))
+        method = next((known for known in METHODS.values() if known.peft_type == peft.get("peft_type")), None)
         if method is None:
             raise ValueError(
                 f"peft_type {peft.get('peft_type')!r}: the slots hold OFT or LoRA adapters; save one with OFTConfig or LoraConfig"
@@ -116,7 +116,7 @@ class AdapterConfig:
         """
         try:
             parsed = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"adapter_config is not JSON: {error}") from None
         if not isinstance(parsed, dict):
             raise ValueError(f"adapter_config is a JSON {type(parsed).__name__}: must be an object as peft writes it")

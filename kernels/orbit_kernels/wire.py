@@ -12,7 +12,6 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import safetensors
 import safetensors.torch
 import torch
 
@@ -87,7 +86,7 @@ class Adapter:
         """
         try:
             tensors = safetensors.torch.load(payload)
-        except (safetensors.SafetensorError, ValueError, KeyError) as error:
+        except Exception as error:  # whatever a header of foreign bytes leads the library to
             raise AdapterError([f"the body is not a safetensors file: {error}"]) from None
         metadata = _metadata(payload)
         text = metadata.get(METADATA_KEY)
@@ -208,7 +207,7 @@ def _restored_parts(tensors: Mapping[str, torch.Tensor], text: str | None, leaf:
     try:
         shared = json.loads(text)
         valid = all(allowed.get(part) == first for part, first in shared.items())
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         valid = False
     if not valid:
         raise AdapterError([f"the metadata's {SHARED_KEY} is {text[:200]!r}: may map {allowed} only"])
@@ -223,4 +222,4 @@ def _restored_parts(tensors: Mapping[str, torch.Tensor], text: str | None, leaf:
 def _metadata(payload: bytes) -> dict[str, str]:
     """The metadata of a safetensors buffer that the library has already accepted."""
     header_bytes = int.from_bytes(payload[:8], "little")
-    return json.loads(payload[8 : 8 + header_bytes]).get("__metadata__", {})
+    return json.loads(payload[8 : 8 + header_bytes]).get("__metadata__") or {}

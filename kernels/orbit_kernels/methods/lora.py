@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import reprlib
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -60,8 +62,8 @@ class LoRAMethod(AdapterMethod):
         if not is_int(self.rank) or self.rank < 1:
             raise ValueError(f"rank {self.rank!r}: must be an integer of at least 1, e.g. 16")
         number = is_int(self.alpha) or isinstance(self.alpha, float)
-        if not number or not math.isfinite(self.alpha) or self.alpha <= 0:
-            raise ValueError(f"alpha {self.alpha!r}: must be a number greater than 0, e.g. twice the rank")
+        if not number or not 0 < self.alpha <= sys.float_info.max:
+            raise ValueError(f"alpha {reprlib.repr(self.alpha)}: must be a number greater than 0, e.g. twice the rank")
         # Configurations are compared and hashed as text: 32 and 32.0 are one adapter.
         object.__setattr__(self, "alpha", float(self.alpha))
 
