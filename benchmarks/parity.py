@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import dataclasses
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -114,7 +115,7 @@ def _batch(samples: Sequence[Sample]) -> TensorDict:
     tu.assign_non_tensor(
         batch,
         use_dynamic_bsz=False,
-        micro_batch_size_per_gpu=16,
+        micro_batch_size_per_gpu=math.gcd(len(samples), 16),
         pad_mode=DatasetPadMode.NO_PADDING,
         use_fused_kernels=False,
     )

@@ -1,4 +1,4 @@
-"""A real SGLang server with adapter slots on this machine's CPU, for the length of a measurement."""
+"""A real SGLang server on this machine's CPU, with adapter slots or without, for the length of a measurement."""
 
 import contextlib
 import os
@@ -17,11 +17,12 @@ START_TIMEOUT_S = 600.0
 _CPU_FLAGS = (
     "--device", "cpu", "--attention-backend", "torch_native", "--mem-fraction-static", "0.3",
     "--max-total-tokens", "20000", "--max-running-requests", "32", "--random-seed", "0", "--sleep-on-idle",
+    "--chunked-prefill-size", "-1",  # a prompt in chunks rounds attention otherwise
 )  # fmt: skip
 
 
 @contextlib.contextmanager
-def serve(model: Path, log: Path, *flags: str) -> Iterator[str]:
+def serve(model: Path, log: Path, *flags: str, slots: bool = True) -> Iterator[str]:
     """Serve a checkpoint; yields ``host:port`` on loopback once the server is ready.
 
     Raises:
@@ -29,7 +30,8 @@ def serve(model: Path, log: Path, *flags: str) -> Iterator[str]:
     """
     port = _free_port()
     command = [sys.executable, "-W", "ignore", "-m", "sglang.launch_server", "--model-path", str(model)]
-    command += ["--host", "127.0.0.1", "--port", str(port), *_CPU_FLAGS, "--enable-orbit-slots", *flags]
+    command += ["--host", "127.0.0.1", "--port", str(port), *_CPU_FLAGS, *flags]
+    command += ["--enable-orbit-slots"] if slots else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "SGLANG_USE_CPU_ENGINE": "1"}
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -46,7 +48,7 @@ def serve(model: Path, log: Path, *flags: str) -> Iterator[str]:
 
 def _free_port() -> int:
     # SGLang 0.5.12 also uses port + 10000 and refuses a sum above 65535.
-    for port in random.sample(range(20000, 50000), 100):
+    for port in random.SystemRandom().sample(range(20000, 50000), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

@@ -2,9 +2,11 @@
 
 import contextlib
 import hashlib
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -79,9 +81,9 @@ class TrainerAdapter:
             ValueError: another configuration or dtype, parts that share a tensor differ, or ``Adapter.check`` refuses.
         """
         if adapter.config != self.config:
+            theirs, ours = _what_differs(adapter.config.to_peft(), self.config.to_peft())
             raise ValueError(
-                f"adapter configuration {_comparable(adapter.config)} differs from the run's {_comparable(self.config)}; "
-                "set orbit.adapter.* to the adapter's values"
+                f"adapter configuration {theirs} differs from the run's {ours}; set orbit.adapter.* to the adapter's values"
             )
         adapter.check(self._shapes)
         self._check_values(adapter)
@@ -217,5 +219,9 @@ def _generator(seed: int, module: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
 
-def _comparable(config: AdapterConfig) -> str:
-    return config.to_peft_json().replace("\n", "")
+def _what_differs(left: Mapping[str, Any], right: Mapping[str, Any]) -> tuple[str, str]:
+    """The entries of each that the other has not, as JSON."""
+    return tuple(
+        json.dumps({key: value for key, value in one.items() if key not in other or other[key] != value})
+        for one, other in ((left, right), (right, left))
+    )

@@ -184,6 +184,9 @@ def _implied_on_cpu(config: DictConfig) -> list[Implied]:
         Implied(f"{ROLLOUT}.enforce_eager", False, True, reason),
         Implied(f"{SGLANG}.device", None, "cpu", reason),
         Implied(f"{SGLANG}.attention_backend", None, "torch_native", reason, required=False),
+        Implied(
+            f"{SGLANG}.chunked_prefill_size", None, -1, "a prompt in chunks rounds attention otherwise", required=False
+        ),
         Implied(f"{SGLANG}.enable_memory_saver", None, False, reason),
         Implied(f"{SGLANG}.sleep_on_idle", None, True, "an idle server would keep a core busy", required=False),
         Implied("actor_rollout_ref.actor.use_torch_compile", True, False, reason),

@@ -299,7 +299,8 @@ def _keep_earlier_metrics() -> None:
     path = Path(os.environ.get("VERL_FILE_LOGGER_PATH", ""))
     if path.is_file():
         number = next(n for n in itertools.count(1) if not path.with_suffix(f".{n}{path.suffix}").exists())
-        path.rename(path.with_suffix(f".{number}{path.suffix}"))
+        kept = path.rename(path.with_suffix(f".{number}{path.suffix}"))
+        logger.warning("orbit: the metrics of the run before are kept in %s", kept)
 
 
 def _load_replica():

@@ -6,6 +6,7 @@ Runs ``tiny_arithmetic.sh`` with its whole log in ``runs/demo/train.log``, shows
 picture and the adapter in ``runs/demo``. An earlier demo's results are removed first.
 """
 
+import fcntl
 import operator
 import os
 import re
@@ -14,6 +15,7 @@ import sys
 import time
 from collections import deque
 from pathlib import Path
+from typing import IO
 
 from rich.console import Console
 
@@ -75,11 +77,36 @@ class Progress:
 def main(overrides: list[str]) -> int:
     """Run the demo; returns the recipe's exit status."""
     console = Console(soft_wrap=True)
+    lock = _lock()
+    if lock is None:
+        console.print(
+            f"[red]error:[/red] another demo is running in {_shown(OUTPUT_DIR)}; wait for it, or interrupt it"
+        )
+        return 1
+    with lock:
+        return _run(overrides, console)
+
+
+def _lock() -> IO[str] | None:
+    """The right to use the folder, which ends with this process however it ends; None when another has it."""
+    OUTPUT_DIR.parent.mkdir(exist_ok=True)
+    lock = OUTPUT_DIR.with_suffix(".lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        return None
+    return lock
+
+
+def _run(overrides: list[str], console: Console) -> int:
     shutil.rmtree(OUTPUT_DIR, ignore_errors=True)
     OUTPUT_DIR.mkdir(parents=True)
     log, metrics = OUTPUT_DIR / "train.log", OUTPUT_DIR / "metrics.jsonl"
     console.print(f"RL of a frozen base through two live adapter slots; the whole log is in {_shown(log)}")
-    console.print("Making the base model (once, 1-2 minutes), then starting Ray, trainer and server (1-2 minutes)")
+    console.print(
+        "Making the base model (1-2 minutes, the first time), then starting Ray, trainer and server (1-2 minutes)"
+    )
     progress = Progress(metrics, console)
     environment = {**os.environ, "OUTPUT_DIR": str(OUTPUT_DIR)}
     try:

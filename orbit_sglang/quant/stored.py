@@ -1,7 +1,6 @@
 """The tensors of a checkpoint, found again in SGLang's loaded parameters. Valid until SGLang repacks them."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
 
 import torch
 from sglang.srt.layers.linear import LinearBase
@@ -99,11 +98,11 @@ def _of_linear(
         for leaf, tensor in weight.tensors.items():
             if leaf == SHAPE_LEAF:
                 tensor = tensor.new_tensor(share.shape)
-            yield f"{part}.{leaf}{_cut(share, whole[leaf].shape, tensor.shape)}", tensor
+            yield _with_cut(f"{part}.{leaf}", share, whole[leaf].shape, tensor.shape), tensor
     if bias is not None:
         biases = bias.detach().split([weight.rows for weight in weights.values()])
         for (part, share), tensor in zip(held.items(), biases, strict=True):
-            yield f"{part}.bias{_cut(share, share.shape[:1], tensor.shape)}", tensor
+            yield _with_cut(f"{part}.bias", share, share.shape[:1], tensor.shape), tensor
 
 
 def _of_vocabulary(name: str, module: VocabParallelEmbedding) -> Iterator[tuple[str, torch.Tensor]]:
@@ -115,15 +114,15 @@ def _of_vocabulary(name: str, module: VocabParallelEmbedding) -> Iterator[tuple[
             yield f"{name}.{leaf}{cut}", parameter.detach()[: last - first]
 
 
-def _cut(share: Share, whole: Sequence[int], held: Sequence[int]) -> Cut | Literal[""]:
-    """The range that a rank holds of a stored tensor, where it does not hold all of it."""
-    divided = [dim for dim, sizes in enumerate(zip(whole, held, strict=True)) if sizes[0] != sizes[1]]
+def _with_cut(name: str, share: Share, whole: Sequence[int], held: Sequence[int]) -> str:
+    """The name of a stored tensor, with the range that this rank holds where that is not all of it."""
+    divided = [dim for dim, (size, part) in enumerate(zip(whole, held, strict=True)) if size != part]
     if not divided:
-        return ""
+        return name
     (dim,) = divided
     held_range = share.rows if len(share.rows) < share.shape[0] else share.columns
     start = held_range.start // len(held_range) * held[dim]
-    return Cut(dim, start, start + held[dim])
+    return f"{name}{Cut(dim, start, start + held[dim])}"
 
 
 def _stored_parts(name: str, layer: LinearBase, scheme: BaseScheme) -> dict[str, StoredWeight]:

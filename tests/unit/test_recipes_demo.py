@@ -1,5 +1,6 @@
 from orbit_cli import run_metrics
 from orbit_cli.run_metrics import Step
+from recipes import demo
 from recipes.demo import Progress, error_lines
 
 
@@ -25,3 +26,16 @@ def test_progress_shows_only_what_a_step_recorded():
     for expected in ("step   4", "reward 0.500", "version 5", "held-out accuracy 75.0%"):
         assert expected in line
     assert "log-prob" not in line
+
+
+def test_a_second_demo_is_refused_and_removes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "ROOT", tmp_path)
+    monkeypatch.setattr(demo, "OUTPUT_DIR", tmp_path / "runs" / "demo")
+    (tmp_path / "runs" / "demo").mkdir(parents=True)
+    log = tmp_path / "runs" / "demo" / "train.log"
+    log.write_text("of the first")
+    with demo._lock():
+        assert demo.main([]) == 1
+    assert "another demo is running in runs/demo" in capsys.readouterr().out
+    assert log.read_text() == "of the first"
+    demo._lock().close()

@@ -143,7 +143,7 @@ def spans(answer: dict) -> list[list[int]]:
 
 def free_port() -> int:
     """A free loopback port below 50000: SGLang 0.5.12 also derives port + 10000 and refuses it above 65535."""
-    for port in random.sample(range(20000, 50000), 100):
+    for port in random.SystemRandom().sample(range(20000, 50000), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
