@@ -1,8 +1,10 @@
 """The ``orbit`` command."""
 
+import contextlib
 import enum
 import logging
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -39,13 +41,22 @@ def doctor(
 
         checks = server_checks(server, api_key)
         console.print(doctor_checks.table(checks))
-    # The stack warns at length about what is not installed; what matters of that is in the report.
-    logging.disable(logging.WARNING)
-    with console.status("importing verl, SGLang and Megatron-Core"), warnings.catch_warnings(action="ignore"):
+    with console.status("importing verl, SGLang and Megatron-Core"), _without_warnings():
         machine = doctor_checks.run_checks()
     console.print(doctor_checks.table(machine))
     if any(check.state is doctor_checks.State.FAILED for check in [*checks, *machine]):
         raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """The stack warns at length about what is not installed; what matters of that is in the report."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 class QuantizedFormat(enum.StrEnum):

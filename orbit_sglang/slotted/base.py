@@ -27,7 +27,8 @@ class SlottedLinear(abc.ABC):
         dtype: dtype of the activations, in which the slots are kept.
         device: of the slots.
 
-    ``parts`` are the rows that this rank holds of each part. ``slots`` holds each slot's tensors: their contents change while no request uses the slot, their addresses never.
+    ``parts`` are the rows that this rank holds of each part. ``slots`` holds each slot's tensors: their contents change while no
+    request uses the slot, their addresses never.
 
     Raises:
         ValueError: the method cannot adapt a share of this width.

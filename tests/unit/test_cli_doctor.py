@@ -1,4 +1,5 @@
 import dataclasses
+import logging
 import socket
 import subprocess
 import sys
@@ -62,6 +63,7 @@ def test_a_server_that_cannot_be_reached_is_one_failed_line_and_exit_status_1(cl
     ran = CliRunner().invoke(app, ["doctor", "--server", closed_url])
     assert ran.exit_code == 1
     assert ran.output.count("failed") == 1 and "cannot be reached" in ran.output
+    assert logging.getLogger().isEnabledFor(logging.WARNING)  # silent while it imports, and no longer
     (check,) = server_checks(closed_url, None)
     assert check.state is State.FAILED and "Connection refused" in check.detail
 
