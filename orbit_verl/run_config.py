@@ -245,7 +245,7 @@ def _check_run(config: DictConfig) -> None:
             )
     key = "trainer" if mode == "sync" else ROLLOUT
     ranks, devices = rollout.tensor_model_parallel_size, OmegaConf.select(config, f"{key}.n_gpus_per_node")
-    if devices % ranks:
+    if ranks < 1 or devices % ranks:
         raise ValueError(
             f"{ROLLOUT}.tensor_model_parallel_size={ranks}: a server of {ranks} ranks does not fit the {devices} devices of "
             f"{key}.n_gpus_per_node; choose a divisor, e.g. 1"

@@ -102,6 +102,15 @@ def test_everything_that_follows_is_filled_in(run_config):
     assert rollout.engine_kwargs.sglang.orbit_dequant_chunk_mb == 64
 
 
+def test_a_cpu_prefills_prompts_whole_unless_the_run_chooses_otherwise(run_config):
+    """In chunks, attention rounds otherwise than in the trainer."""
+    key = "actor_rollout_ref.rollout.engine_kwargs.sglang.chunked_prefill_size"
+    for chosen, expected in ((), -1), ((f"+{key}=2048",), 2048):
+        config = run_config(*chosen)
+        resolve(config)
+        assert OmegaConf.select(config, key) == expected
+
+
 def test_resolving_twice_changes_nothing(run_config):
     config = run_config()
     resolve(config)
@@ -215,6 +224,8 @@ def test_servers_of_several_ranks_need_their_devices(run_config):
     tensor_parallel = "actor_rollout_ref.rollout.tensor_model_parallel_size"
     with pytest.raises(ValueError, match=f"{tensor_parallel}=2: .* 1 devices of trainer.n_gpus_per_node; .* e.g. 1"):
         resolve(run_config("trainer.n_gpus_per_node=1"))
+    with pytest.raises(ValueError, match=f"{tensor_parallel}=0"):
+        resolve(run_config(f"{tensor_parallel}=0"))
     asynchronous = ("trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.rollout.n_gpus_per_node=2")
     config = run_config("trainer.n_gpus_per_node=1", *asynchronous, f"{tensor_parallel}=2")
     resolve(config)

@@ -52,6 +52,11 @@ class Run:
         lines = (self.folder / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line)["data"] for line in lines]
 
+    def parity(self, value: str) -> list[float]:
+        """``value`` of the log-prob difference in every step: of the trained version's tokens, and of audited ones."""
+        keys = [f"orbit/parity/{kind}logprob_abs_diff_{value}" for kind in ("", "audit_")]
+        return [step[key] for step in self.steps for key in keys if key in step]
+
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory) -> Path:

@@ -64,22 +64,16 @@ def servers(tmp_path_factory):
 @pytest.fixture
 def qwen3(servers):
     """Qwen3, tied rotations, overlap schedule; idle, and on the base model."""
-    return _idle_on_base(servers.get("qwen3", *harness.QWEN3_FLAGS))
+    return servers.get("qwen3", *harness.QWEN3_FLAGS).idle_on_base()
 
 
 @pytest.fixture
 def llama(servers):
     """Llama with tied embeddings, split rotations, no overlap, small prefill chunks, an admin key."""
-    return _idle_on_base(servers.get("llama", *harness.LLAMA_FLAGS, key=harness.KEY))
+    return servers.get("llama", *harness.LLAMA_FLAGS, key=harness.KEY).idle_on_base()
 
 
 @pytest.fixture
 def lora(servers):
     """Llama with tied embeddings, LoRA with an A for each part."""
-    return _idle_on_base(servers.get("llama", *harness.LORA_FLAGS))
-
-
-def _idle_on_base(server: harness.Server) -> harness.Server:
-    server.wait_until_idle()
-    server.rollback(0)
-    return server
+    return servers.get("llama", *harness.LORA_FLAGS).idle_on_base()

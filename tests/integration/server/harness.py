@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+import psutil
 import requests
 
 from orbit_kernels.wire import Adapter
@@ -99,6 +100,22 @@ class Server:
 
     def wait_until_idle(self) -> None:
         wait_for(lambda: not self.status()["requests"])
+
+    def idle_on_base(self) -> "Server":
+        """The server itself, when nothing runs and version 0 is active."""
+        self.wait_until_idle()
+        self.rollback(0)
+        return self
+
+    def processes(self) -> list[psutil.Process]:
+        """The HTTP process, and those that it started."""
+        http = psutil.Process(self.process.pid)
+        return [http, *http.children(recursive=True)]
+
+    def schedulers(self) -> list[psutil.Process]:
+        """The scheduler processes by rank."""
+        titles = {process: " ".join(process.cmdline()) for process in self.processes()}
+        return sorted((process for process in titles if "sglang::scheduler" in titles[process]), key=titles.get)
 
 
 class Running:

@@ -47,17 +47,6 @@ def staging_client(server: Server, version: int, payload: bytes, num_bytes: int)
             process.kill()
 
 
-def processes(server: Server) -> list[psutil.Process]:
-    """The HTTP process, and those that it started."""
-    http = psutil.Process(server.process.pid)
-    return [http, *http.children(recursive=True)]
-
-
-def scheduler(server: Server) -> psutil.Process:
-    (found,) = (process for process in processes(server) if process.name().startswith("sglang::schedul"))
-    return found
-
-
 def sync(server: Server, version: int, adapter: Adapter) -> dict:
     """What the trainer does after an update."""
     slots = SlotClient(urlsplit(server.url).netloc, timeout_s=60, attempts=3)
@@ -75,11 +64,12 @@ def error_of(call: Callable[[], object]) -> Exception | None:
 def test_a_client_that_dies_halfway_leaves_nothing_behind(qwen3):
     active = qwen3.install(random_adapter(1))
     version, payload, before = qwen3.new_version(), random_adapter(2).encode(), qwen3.status()
-    num_files = processes(qwen3)[0].num_fds()
+    http = qwen3.processes()[0]
+    num_files = http.num_fds()
     with staging_client(qwen3, version, payload, len(payload) // 2) as client:
-        wait_for(lambda: processes(qwen3)[0].num_fds() >= num_files + 2)  # its connection, and the spooled body
+        wait_for(lambda: http.num_fds() >= num_files + 2)  # its connection, and the spooled body
         client.kill()
-        wait_for(lambda: processes(qwen3)[0].num_fds() <= num_files)
+        wait_for(lambda: http.num_fds() <= num_files)
     after = qwen3.status()
     assert (after["slots"], after["staging"], after["active_version"]) == (before["slots"], None, active)
     assert sync(qwen3, version, random_adapter(3))["active_version"] == version
@@ -99,11 +89,12 @@ def test_a_client_that_dies_before_its_answer_does_not_block_the_next(qwen3):
 def test_a_killed_scheduler_ends_the_server_and_the_next_sync_brings_the_version_back(qwen3, servers):
     adapter = random_adapter(4)
     version = qwen3.install(adapter)
-    answer, started = qwen3.generate(), processes(qwen3)
+    answer, started = qwen3.generate(), qwen3.processes()
     running = Running(lambda: error_of(lambda: qwen3.generate(tokens=12000)))
     wait_for(lambda: qwen3.status()["requests"])
 
-    scheduler(qwen3).kill()
+    (scheduler,) = qwen3.schedulers()
+    scheduler.kill()
     killed_at = time.monotonic()
     with pytest.raises(SlotError, match=f"{urlsplit(qwen3.url).netloc} did not do /orbit/stage: no answer"):
         sync(qwen3, version + 1, random_adapter(5))

@@ -11,7 +11,6 @@ import random
 import statistics
 
 import aiohttp
-import psutil
 import pytest
 import tiny_models
 import torch
@@ -68,9 +67,7 @@ class Soak:
         self._server = server
         self._newest = first_version
         self._numbers = iter(range(REQUESTS))
-        http = psutil.Process(server.process.pid)
-        schedulers = [child for child in http.children(recursive=True) if child.name().startswith("sglang::schedul")]
-        self._measured = [http, *schedulers]
+        self._measured = [server.processes()[0], *server.schedulers()]
 
     async def run(self) -> None:
         connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=120)
@@ -163,8 +160,7 @@ def server(servers):
 @pytest.fixture(scope="module")
 def references(server):
     """By index of the adapter, ``None`` for the base."""
-    server.wait_until_idle()
-    server.rollback(0)
+    server.idle_on_base()
     references = {None: reference_tokens(server)}
     for index in reversed(range(len(ADAPTERS))):
         server.install(ADAPTERS[index])

@@ -1,5 +1,6 @@
 """One server of two ranks (tensor parallelism on gloo): the same versions at the same batch boundary, or none."""
 
+import re
 import resource
 
 import harness
@@ -9,7 +10,7 @@ import quantized_models
 import requests
 import tiny_models
 import torch
-from harness import PROMPT, TWO_RANKS, spans
+from harness import PROMPT, TWO_RANKS, output_logprobs, prompt_logprobs, spans
 from peft import PeftModel
 
 # What holds for one rank holds for two: the same tests, with this module's server.
@@ -27,24 +28,15 @@ from orbit_kernels.checkpoint import HFCheckpoint
 from orbit_kernels.manifest import BaseManifest
 from orbit_kernels.methods import LoRAMethod
 
-LORA_FLAGS = ("--enable-orbit-slots", "--dtype", "float32", "--orbit-adapter", "lora", "--orbit-rank", "4")
-INT4_FLAGS = (*LORA_FLAGS, "--orbit-fused", "split", "--orbit-base-activations", "none", *TWO_RANKS)
+FLAGS = (*harness.QWEN3_FLAGS, "--orbit-seeded-sampling", "--enable-metrics", *TWO_RANKS)
+INT4_FLAGS = (*harness.LORA_FLAGS, "--orbit-base-activations", "none", *TWO_RANKS)
+LONG = {"max_new_tokens": 12000, "ignore_eos": True}
 
 
 @pytest.fixture
 def qwen3(servers):
     """Qwen3 on two ranks, tied rotations; idle, and on the base model."""
-    server = servers.get("qwen3", *harness.QWEN3_FLAGS, *TWO_RANKS)
-    server.wait_until_idle()
-    server.rollback(0)
-    return server
-
-
-def rank(server: harness.Server, number: int) -> psutil.Process:
-    """The scheduler process of a rank."""
-    children = psutil.Process(server.process.pid).children(recursive=True)
-    (found,) = (process for process in children if f"scheduler_TP{number}" in " ".join(process.cmdline()))
-    return found
+    return servers.get("qwen3", *FLAGS).idle_on_base()
 
 
 def test_the_ranks_hold_the_files_between_them(qwen3, servers):
@@ -58,7 +50,7 @@ def test_a_rank_that_fails_to_stage_fails_the_stage_on_all(qwen3):
     active, staged = (qwen3.install(tiny_models.random_adapter(seed)) for seed in (1, 2))
     qwen3.rollback(active)
     before = qwen3.generate()
-    second = rank(qwen3, 1)
+    _, second = qwen3.schedulers()
     limits = second.rlimit(resource.RLIMIT_NOFILE)
     second.rlimit(resource.RLIMIT_NOFILE, (second.num_fds(), limits[1]))  # it cannot open the payload
     try:
@@ -79,10 +71,43 @@ def test_a_wrong_adapter_is_refused_once(qwen3):
     assert refused.status_code == 422 and len(refused.json()["error"]["detail"]) == 1
 
 
-def test_requests_are_counted_once(qwen3):
-    """Rank 1 serves the same requests, and must not export them again."""
-    with qwen3.in_flight(tokens=400):
-        assert qwen3.status()["requests"] == {"0": 1}
+def exported(server: harness.Server) -> dict[str, float]:
+    """Orbit's metrics by name and labels."""
+    lines = (line.rsplit(" ", 1) for line in server.get("/metrics").text.splitlines() if line.startswith("orbit_"))
+    return {name: float(value) for name, value in lines}
+
+
+def test_what_both_ranks_do_is_counted_and_logged_once(qwen3):
+    qwen3.install(tiny_models.random_adapter(1))
+    before = exported(qwen3)
+    version = qwen3.install(tiny_models.random_adapter(2))
+    qwen3.stage(version + 1, b"")
+    qwen3.rollback(0)
+    after = exported(qwen3)
+    for name, times in {
+        "orbit_stage_seconds_count": 1,
+        "orbit_activate_pause_seconds_count": 2,
+        "orbit_rollback_total": 1,
+    }.items():
+        assert after[name] - before[name] == times
+    refused = 'orbit_stage_rejected_total{reason="adapter_refused"}'
+    assert after[refused] - before.get(refused, 0) == 1
+    log = qwen3.log.read_text()
+    for event in ("staged", "activated"):
+        assert len(re.findall(rf'orbit: {event} {{"version": {version},', log)) == 1
+    assert len(re.findall(rf'orbit: stage refused {{"version": {version + 1}, "code": "adapter_refused"', log)) == 1
+
+
+def test_the_ranks_sample_the_same_tokens(qwen3):
+    """Requests without a seed: one drawn by each rank for itself would make the ranks' caches those of other tokens."""
+    qwen3.install(tiny_models.random_adapter(1))
+    sampling = {"sampling_params": {"temperature": 1.0}}
+    answers = qwen3.generate(prompt=[PROMPT] * 8, tokens=40, **sampling)
+    assert len({str(answer["output_ids"]) for answer in answers}) == 8
+    for answer in answers:
+        again = qwen3.generate(prompt=PROMPT + answer["output_ids"], tokens=1)
+        difference = torch.tensor(prompt_logprobs(again)[-40:]) - torch.tensor(output_logprobs(answer))
+        assert difference.abs().max() <= 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -111,21 +136,33 @@ def test_lora_on_a_quantised_base_equals_peft_per_token(servers, int4, tmp_path)
     assert (served_logprobs(adapted)[:23] - served_logprobs(base)[:23]).abs().mean() > 1e-2
 
 
+def test_experts_on_a_cpu_refuse_a_second_rank(servers, tmp_path):
+    servers.stop()
+    folder = tiny_models.save_qwen3_moe(tmp_path / "moe", torch.float32)
+    log = tmp_path / "log"
+    process = harness.launch(folder, log, harness.free_port(), *harness.QWEN3_FLAGS, *TWO_RANKS)
+    try:
+        assert process.wait(timeout=harness.START_TIMEOUT_S) != 0
+    finally:
+        harness.stop(process)
+    assert (
+        "--tp-size 2: on a CPU the routed experts of model.layers.0.mlp.experts are computed by one rank"
+        in log.read_text()
+    )
+
+
 def test_a_dead_rank_ends_the_server(servers, tmp_path):
     """Nothing hangs: the running request and the next action get an error, and no process is left."""
     servers.stop()
     with harness.serve(servers.checkpoint("qwen3"), tmp_path / "log", *harness.QWEN3_FLAGS, *TWO_RANKS) as server:
-        processes = psutil.Process(server.process.pid).children(recursive=True)
+        processes, (_, second) = server.processes(), server.schedulers()
         running = harness.Running(lambda: _outcome(server, {"input_ids": PROMPT, "sampling_params": LONG}))
         harness.wait_for(lambda: server.status()["requests"])
-        rank(server, 1).kill()
+        second.kill()
         assert running.join() == "an error"
         assert server.process.wait(timeout=60) != 0
         assert _outcome(server, {"input_ids": PROMPT}) == "an error"
         assert psutil.wait_procs(processes, timeout=60)[1] == []
-
-
-LONG = {"max_new_tokens": 12000, "ignore_eos": True}
 
 
 def _outcome(server: harness.Server, body: dict) -> str:
