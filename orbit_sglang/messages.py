@@ -4,9 +4,13 @@ An adapter's bytes do not travel here: the scheduler reads them from a file that
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from sglang.srt.managers.io_struct import BaseReq
+
+InflightMode = Literal["finish", "switch"]
+"""What a change of version does to running requests."""
+INFLIGHT_MODES: tuple[str, ...] = get_args(InflightMode)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -39,7 +43,7 @@ class ActivateRequest(ControlRequest):
     """``POST /orbit/activate``."""
 
     version: int
-    inflight: Literal["finish", "switch"] = "finish"
+    inflight: InflightMode = "finish"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -47,7 +51,7 @@ class RollbackRequest(ControlRequest):
     """``POST /orbit/rollback``."""
 
     version: int | None = None
-    inflight: Literal["finish", "switch"] = "finish"
+    inflight: InflightMode = "finish"
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -9,6 +9,7 @@ from fastapi.responses import FileResponse, JSONResponse
 from pydantic import BaseModel, Field
 
 from orbit_kernels.wire import MAX_VERSION
+from orbit_sglang.messages import INFLIGHT_MODES
 
 Version = Annotated[int, Field(ge=0, description="0 is the base.")]
 Requests = Annotated[dict[str, int], Field(description="Requests running and waiting, by version.")]
@@ -114,7 +115,7 @@ _BAD_BODY = "bad_json, bad_body, bad_version, bad_inflight"
 def _json_body(*required: str) -> dict[str, Any]:
     properties = {
         "version": _VERSION,
-        "inflight": {"type": "string", "enum": ["finish", "switch"], "default": "finish"},
+        "inflight": {"type": "string", "enum": list(INFLIGHT_MODES), "default": "finish"},
     }
     schema = {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
     return {"requestBody": {"required": bool(required), "content": {"application/json": {"schema": schema}}}}

@@ -18,7 +18,6 @@ from orbit_sglang.frontend import Frontend, Refusal
 from orbit_sglang.request_body import VersionInBody
 
 BODY_KEYS = {"version", "inflight"}
-INFLIGHT_MODES = ("finish", "switch")
 
 
 class Routes:
@@ -127,8 +126,8 @@ def _version(value: object) -> int:
 
 def _inflight(body: dict[str, Any]) -> str:
     mode = body.get("inflight", "finish")
-    if mode not in INFLIGHT_MODES:
-        raise Refusal(400, "bad_inflight", f"inflight {mode!r}: must be one of {', '.join(INFLIGHT_MODES)}")
+    if mode not in messages.INFLIGHT_MODES:
+        raise Refusal(400, "bad_inflight", f"inflight {mode!r}: must be one of {', '.join(messages.INFLIGHT_MODES)}")
     return mode
 
 

@@ -120,6 +120,8 @@ async def _send(http: httpx.AsyncClient, method: str, path: str, limit_s: float,
         raise httpx.ReadTimeout(f"nothing within {limit_s:.1f} s") from None
     except AttributeError as error:
         # anyio 4.16 asks a connection for its peer that is gone before it was handed out (abc/_sockets.py:155).
+        if error.name != "getpeername":
+            raise
         raise httpx.ConnectError("the connection was closed as it was made") from error
 
 

@@ -14,10 +14,10 @@ from starlette.responses import JSONResponse, Response
 
 from orbit_kernels.adapter import AdapterConfig, tensor_name
 from orbit_kernels.methods import AdapterMethod, LoRAMethod, OFTMethod
-from orbit_kernels.wire import Adapter, AdapterError, error_body
+from orbit_kernels.wire import MAX_VERSION, Adapter, AdapterError, error_body
 from orbit_sglang import messages
 from orbit_sglang.request_body import NATIVE_PATH, OPENAI_PATHS, OTHER_PATHS, VersionInBody
-from orbit_sglang.routes import INFLIGHT_MODES, Routes
+from orbit_sglang.routes import Routes
 from orbit_sglang.versions import REQUESTED_VERSION_KEY
 
 LINEARS = {
@@ -153,10 +153,9 @@ def assert_sent_or_refused(outbox: Outbox, response: Response) -> None:
     (message,) = outbox.sent
     assert response.status_code == 200
     if message.version is not None or not isinstance(message, messages.RollbackRequest):
-        # What every consumer of a version can hold: JSON encoders and Prometheus' gauges.
-        assert type(message.version) is int and 0 <= message.version < 2**63
+        assert type(message.version) is int and 0 <= message.version <= MAX_VERSION
     if not isinstance(message, messages.StageRequest):
-        assert message.inflight in INFLIGHT_MODES
+        assert message.inflight in messages.INFLIGHT_MODES
 
 
 @fuzzed(1000)

@@ -77,11 +77,3 @@ def test_a_generation_runs_on_a_live_version_or_is_refused(occupied, text):
         # The form is SGLang's or FastAPI's own, as that of all answers to /generate.
         assert answer.status_code == 400 and answer.json() and "Traceback" not in answer.text
     assert state(occupied) == before
-
-
-@pytest.mark.parametrize("version", ["9" * 5000, str(10**400), str(2**64)])
-def test_a_version_that_nothing_else_can_hold_is_not_staged(occupied, version):
-    """More digits than Python converts, more than a Prometheus gauge can carry, more than orjson can."""
-    before = state(occupied)
-    assert_refused(occupied.post("/orbit/stage", params={"version": version}, data=STAGED.encode()), 400)
-    assert state(occupied) == before
