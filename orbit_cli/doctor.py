@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PINS_FILE = REPOSITORY / "requirements" / "stack.txt"
@@ -93,7 +93,9 @@ def run_checks() -> list[Check]:
 
 def table(checks: Iterable[Check]) -> Table:
     """The report as a table."""
-    report = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    report = Table(
+        "state", "subject", Column("detail", overflow="fold"), box=None, show_header=False, padding=(0, 2, 0, 0)
+    )
     for check in checks:
         report.add_row(check.state.value, escape(check.subject), escape(check.detail))
     return report
