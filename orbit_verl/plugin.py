@@ -61,9 +61,16 @@ def _hook_trainers(module) -> None:
     install(module.trainer_base.TRAINER_REGISTRY)
 
 
+def _hook_auto_config(module) -> None:
+    """Let every process of a run read Kimi's configurations."""
+    from orbit_verl.model.kimi import register
+
+    register()
+
+
 @dataclasses.dataclass
 class Hook:
-    """One place where the plugin enters verl; ``problem`` is None when it is in place."""
+    """One place where the plugin enters verl or transformers; ``problem`` is None when it is in place."""
 
     target: str
     problem: str | None = "its module is not imported yet"
@@ -80,13 +87,14 @@ class Hook:
 
 
 _HOOKS = {
+    "transformers.models.auto.configuration_auto": (Hook("transformers.AutoConfig"), _hook_auto_config),
     "verl.utils.config": (Hook("verl.utils.config.validate_config"), _hook_validate_config),
     "verl.trainer.ppo.v1": (Hook("verl.trainer.ppo.v1.trainer_base.TRAINER_REGISTRY"), _hook_trainers),
 }
 
 
 def hook_report() -> list[Hook]:
-    """Import every hooked verl module and say which hooks are in place."""
+    """Import every hooked module and say which hooks are in place."""
     import importlib
 
     for name, (hook, _) in _HOOKS.items():

@@ -48,6 +48,14 @@ class AdapterConfig:
                 f"target_modules {frozen}: an adapter sits on linears of the decoder layers only; a head that is tied to the "
                 "embeddings shares their matrix, so adapting one would leave the other behind; leave them out"
             )
+        if not self.method.acts_on_input and "kv_b_proj" in {
+            target.rsplit(".", 1)[-1] for target in self.target_modules
+        }:
+            raise ValueError(
+                f"target_modules ['kv_b_proj'] with {self.type}: a server multiplies that weight into queries and values "
+                "(absorbed latent attention), so an update of its output would change the weight of every slot; leave it "
+                "out, or use oft, which rotates the latent"
+            )
         if self.layers is not None and not all(is_int(layer) for layer in self.layers):
             raise ValueError(f"layers {self.layers!r}: must be decoder layers' numbers")
         # peft writes both from sets, in any order: equal adapters must compare, and hash, as equal.

@@ -5,7 +5,9 @@ Importable without torch.
 
 QKV = ("q_proj", "k_proj", "v_proj")
 GATE_UP = ("gate_proj", "up_proj")
-FUSED_PARTS = (QKV, GATE_UP)
+# Multi-head latent attention: the down-projections of queries and of keys and values (arXiv:2405.04434, section 2.1).
+LATENTS = ("q_a_proj", "kv_a_proj_with_mqa")
+FUSED_PARTS = (QKV, GATE_UP, LATENTS)
 
 
 def fused_with(module: str) -> tuple[str, ...]:

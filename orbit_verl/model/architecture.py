@@ -1,9 +1,11 @@
 """What a Hugging Face configuration says about a decoder, or a refusal that names the field."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding, yarn_get_mscale
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
@@ -14,11 +16,14 @@ _ROTARY = {
     "LlamaForCausalLM": LlamaRotaryEmbedding,
     "Qwen3ForCausalLM": Qwen3RotaryEmbedding,
     "Qwen3MoeForCausalLM": Qwen3MoeRotaryEmbedding,
+    "DeepseekV3ForCausalLM": DeepseekV3RotaryEmbedding,
+    "KimiK25ForConditionalGeneration": DeepseekV3RotaryEmbedding,
 }
 _QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-_MOE = ("Qwen3MoeForCausalLM",)
-_ROPE_TYPES = ("default", "llama3")
-_DTYPES = (torch.bfloat16, torch.float32)
+_LATENT = ("DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration")
+# The language model inside a model that has more: where its tensors are in the checkpoint.
+_PREFIXES = {"KimiK25ForConditionalGeneration": "language_model."}
+_ROPE_TYPES, _LATENT_ROPE_TYPES = ("default", "llama3"), ("default", "yarn")
 
 # Fields that change the mathematics in a way the layer spec does not implement, with the values that leave it alone.
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
@@ -28,6 +33,10 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "attention_dropout": (0, None),
     "pretraining_tp": (1, None),
     "sliding_window": (None,),
+    "rope_interleave": (True, None),
+    "scoring_func": ("sigmoid", None),
+    "topk_method": ("noaux_tc", None),
+    "moe_layer_freq": (1, None),
 }
 
 
@@ -41,6 +50,12 @@ class MixtureOfExperts:
         top_k: experts of a token.
         ffn_size: width of one expert.
         normalized: whether a token's weights are scaled to a sum of one.
+        scoring: of the router's logits. ``softmax`` over all experts, or ``sigmoid`` of each, chosen with a bias per expert
+            and from the best groups only (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
+        num_groups: groups of equally many experts.
+        top_groups: groups that a token chooses from.
+        scale: of the experts' sum.
+        shared_ffn_size: width of the MLP that every token takes too, 0 without one.
     """
 
     layers: frozenset[int]
@@ -48,26 +63,56 @@ class MixtureOfExperts:
     top_k: int
     ffn_size: int
     normalized: bool
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    num_groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+    shared_ffn_size: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+    Args:
+        query_rank: width of the queries' latent.
+        kv_rank: width of the latent of keys and values, which a server caches.
+        plain_dim: width of a head's query and key that has no position.
+        rotary_dim: width of the rest, which has; all heads share its key.
+        value_dim: width of a head's value.
+        softmax_scale: factor of the scores, that of yarn included.
+    """
+
+    query_rank: int
+    kv_rank: int
+    plain_dim: int
+    rotary_dim: int
+    value_dim: int
+    softmax_scale: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderArchitecture:
-    """A decoder with grouped-query attention, SwiGLU and rotary positions (Qwen3, Qwen3-MoE, Llama).
+    """A decoder with SwiGLU and rotary positions (Qwen3, Qwen3-MoE, Llama, DeepSeek-V3, the text model of Kimi-K2).
 
     Args:
+        prefix: of every tensor's name in the checkpoint, empty or ending in a dot.
         num_layers, hidden_size, ffn_size, vocab_size, max_positions: as in the checkpoint.
         num_heads: query heads.
         num_kv_heads: key and value heads; divides ``num_heads``.
-        head_dim: width of one head; not always ``hidden_size / num_heads``.
+        head_dim: width of one head, not always ``hidden_size / num_heads``; with ``latent`` of its rotary part.
         norm_eps: epsilon of every RMSNorm.
         qk_norm: whether queries and keys are normalised per head (Qwen3).
         tied_embeddings: whether the head is the embedding matrix.
         dtype: of the activations and of what is not quantised, bfloat16 or float32.
         base: the format in which each linear is stored.
+        latent: attention over latents, None for grouped-query attention.
         moe: experts in place of the MLP in some layers, None in a dense model.
         inv_freq: rotary inverse frequencies, fp32 [head_dim / 2], scaling included.
+        rotary_scale: factor of the rotation's cosines and sines (yarn).
     """
 
+    prefix: str
     num_layers: int
     hidden_size: int
     ffn_size: int
@@ -81,8 +126,10 @@ class DecoderArchitecture:
     tied_embeddings: bool
     dtype: torch.dtype
     base: BaseScheme
+    latent: LatentAttention | None
     moe: MixtureOfExperts | None
     inv_freq: torch.Tensor
+    rotary_scale: float
 
     @classmethod
     def from_hf(cls, hf_config: Any) -> "DecoderArchitecture":
@@ -91,9 +138,13 @@ class DecoderArchitecture:
         Raises:
             ValueError: the architecture, a quantisation, or a field that changes the mathematics is not supported.
         """
-        architecture = _architecture(hf_config)
-        _check_fields(hf_config)
+        name = _name(hf_config)
+        base = read_base_scheme(hf_config.to_dict())
+        hf_config = hf_config.get_text_config()
+        _check_fields(hf_config, _LATENT_ROPE_TYPES if name in _LATENT else _ROPE_TYPES)
+        rotary = _ROTARY[name](hf_config)
         return cls(
+            prefix=_PREFIXES.get(name, ""),
             num_layers=hf_config.num_hidden_layers,
             hidden_size=hf_config.hidden_size,
             ffn_size=hf_config.intermediate_size,
@@ -103,16 +154,57 @@ class DecoderArchitecture:
             num_kv_heads=hf_config.num_key_value_heads,
             head_dim=hf_config.head_dim,
             norm_eps=hf_config.rms_norm_eps,
-            qk_norm=architecture in _QK_NORM,
+            qk_norm=name in _QK_NORM,
             tied_embeddings=bool(hf_config.tie_word_embeddings),
-            dtype=_dtype(hf_config),
-            base=read_base_scheme(hf_config.to_dict()),
-            moe=_moe(hf_config) if architecture in _MOE else None,
-            inv_freq=_ROTARY[architecture](hf_config).inv_freq.float(),
+            dtype=base.dense.dtype,
+            base=base,
+            latent=_latent(hf_config) if name in _LATENT else None,
+            moe=_MOE[name](hf_config) if name in _MOE else None,
+            inv_freq=rotary.inv_freq.float(),
+            rotary_scale=rotary.attention_scaling,
         )
 
 
-def _moe(hf_config: Any) -> MixtureOfExperts:
+def _latent(hf_config: Any) -> LatentAttention:
+    """The scale of the scores is transformers' (DeepseekV3Attention)."""
+    if hf_config.q_lora_rank is None:
+        raise ValueError("q_lora_rank=None: queries without a latent are not implemented; use another checkpoint")
+    scale, rope = hf_config.qk_head_dim**-0.5, hf_config.rope_parameters
+    if rope["rope_type"] == "yarn":
+        scale *= yarn_get_mscale(rope["factor"], rope.get("mscale_all_dim") or 0) ** 2
+    return LatentAttention(
+        query_rank=hf_config.q_lora_rank,
+        kv_rank=hf_config.kv_lora_rank,
+        plain_dim=hf_config.qk_nope_head_dim,
+        rotary_dim=hf_config.qk_rope_head_dim,
+        value_dim=hf_config.v_head_dim,
+        softmax_scale=scale,
+    )
+
+
+def _deepseek_moe(hf_config: Any) -> MixtureOfExperts:
+    groups, chosen = hf_config.n_group or 1, hf_config.topk_group or 1
+    experts, top_k = hf_config.n_routed_experts, hf_config.num_experts_per_tok
+    if experts % groups or chosen > groups or top_k > chosen * (experts // groups):
+        raise ValueError(
+            f"n_group={groups}, topk_group={chosen}, n_routed_experts={experts}, num_experts_per_tok={top_k}: groups must "
+            "divide the experts, and the chosen ones must hold a token's experts; check config.json"
+        )
+    return MixtureOfExperts(
+        layers=frozenset(range(hf_config.first_k_dense_replace, hf_config.num_hidden_layers)),
+        num_experts=experts,
+        top_k=top_k,
+        ffn_size=hf_config.moe_intermediate_size,
+        normalized=hf_config.norm_topk_prob,
+        scoring="sigmoid",
+        num_groups=groups,
+        top_groups=chosen,
+        scale=hf_config.routed_scaling_factor,
+        shared_ffn_size=hf_config.moe_intermediate_size * (hf_config.n_shared_experts or 0),
+    )
+
+
+def _qwen3_moe(hf_config: Any) -> MixtureOfExperts:
     """Layers have experts by transformers' rule (Qwen3MoeDecoderLayer)."""
     dense, step = hf_config.mlp_only_layers or (), hf_config.decoder_sparse_step
     return MixtureOfExperts(
@@ -126,14 +218,21 @@ def _moe(hf_config: Any) -> MixtureOfExperts:
     )
 
 
-def _architecture(hf_config: Any) -> str:
+_MOE = {
+    "Qwen3MoeForCausalLM": _qwen3_moe,
+    "DeepseekV3ForCausalLM": _deepseek_moe,
+    "KimiK25ForConditionalGeneration": _deepseek_moe,
+}
+
+
+def _name(hf_config: Any) -> str:
     names = list(hf_config.architectures or [])
     if len(names) != 1 or names[0] not in _ROTARY:
         raise ValueError(f"architectures={names}: must be one of {sorted(_ROTARY)}; other families are not implemented")
     return names[0]
 
 
-def _check_fields(hf_config: Any) -> None:
+def _check_fields(hf_config: Any, rope_types: Sequence[str]) -> None:
     for field, neutral in _NEUTRAL_VALUES.items():
         value = getattr(hf_config, field, None)
         if value not in neutral:
@@ -142,19 +241,9 @@ def _check_fields(hf_config: Any) -> None:
     if layer_types != {"full_attention"}:
         raise ValueError(f"layer_types={sorted(layer_types)}: only full_attention is implemented")
     rope = hf_config.rope_parameters
-    if rope["rope_type"] not in _ROPE_TYPES:
-        raise ValueError(f"rope_parameters.rope_type={rope['rope_type']!r}: must be one of {', '.join(_ROPE_TYPES)}")
+    if rope["rope_type"] not in rope_types:
+        raise ValueError(f"rope_parameters.rope_type={rope['rope_type']!r}: must be one of {', '.join(rope_types)}")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
             f"rope_parameters.partial_rotary_factor={rope['partial_rotary_factor']}: only 1.0 is implemented"
         )
-
-
-def _dtype(hf_config: Any) -> torch.dtype:
-    dtype = hf_config.dtype or torch.float32
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    if dtype not in _DTYPES:
-        raise ValueError(
-            f"dtype={dtype}: must be one of {[str(d) for d in _DTYPES]}; convert the checkpoint to bfloat16"
-        )
-    return dtype

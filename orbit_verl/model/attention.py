@@ -37,6 +37,11 @@ def as_served(prompt_lengths: Sequence[int]) -> Iterator[None]:
         _prompt_lengths.reset(token)
 
 
+def is_as_served() -> bool:
+    """Whether the forward pass repeats the server's calls now."""
+    return _prompt_lengths.get() is not None
+
+
 class CausalAttention(nn.Module):
     """Causal softmax attention for padded batches [S, B, ...] and packed sequences [T, ...], in Megatron-Core's calls.
 
@@ -57,12 +62,15 @@ class CausalAttention(nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
         **_megatron: Any,
     ) -> torch.Tensor:
-        """Queries [S, B, H, C] against keys and values [S, B, K, C]: [S, B, H * C]. Packed: [T, H, C] to [T, H * C]."""
+        """Queries [S, B, H, C] against keys and values [S, B, K, C]: [S, B, H * C]. Packed: [T, H, C] to [T, H * C].
+
+        Values may have another width than queries and keys; the output has theirs.
+        """
         if packed_seq_params is None:
             return self._attend(query, key, value)
         lengths = packed_seq_params.cu_seqlens_q_padded.diff().tolist()
         pieces = [tensor.split(lengths) for tensor in (query, key, value)]
-        if _prompt_lengths.get() is None:
+        if not is_as_served():
             outputs = [self._attend(*(t.unsqueeze(1) for t in piece)).squeeze(1) for piece in zip(*pieces, strict=True)]
         else:
             padded = self._attend(*(pad_sequence(piece) for piece in pieces))
@@ -86,7 +94,7 @@ class _ServedAttention(torch.autograd.Function):
     def forward(ctx, q_BHSC, k_BKSC, v_BKSC, prompt_lengths: tuple[int, ...], scale: float | None):
         ctx.save_for_backward(q_BHSC, k_BKSC, v_BKSC)
         ctx.scale = scale
-        out_BHSC = torch.empty_like(q_BHSC)
+        out_BHSC = q_BHSC.new_empty(*q_BHSC.shape[:-1], v_BKSC.shape[-1])
         for length in set(prompt_lengths) - {0}:
             rows = _rows(prompt == length for prompt in prompt_lengths)
             q, k, v = (tensor[rows, :, :length] for tensor in (q_BHSC, k_BKSC, v_BKSC))

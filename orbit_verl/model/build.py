@@ -18,21 +18,27 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from orbit_kernels.checkpoint import HFCheckpoint
 from orbit_kernels.experts import ChunkBuffer
-from orbit_kernels.fusing import GATE_UP, QKV
+from orbit_kernels.fusing import GATE_UP, LATENTS, QKV
 from orbit_verl.config import BaseSettings
 from orbit_verl.model.architecture import DecoderArchitecture
 from orbit_verl.model.attention import CausalAttention
+from orbit_verl.model.latent_attention import FrozenLatentAttention
 from orbit_verl.model.linear import FrozenLinear, FrozenQKVLinear
 from orbit_verl.model.modules import FrozenGPTModel, RMSNorm, residual_sum
-from orbit_verl.model.moe import FrozenExpert, FrozenMoE, FrozenRouter
+from orbit_verl.model.moe import FrozenExpert, FrozenMoE, SharedExpert
 from orbit_verl.model.naming import frozen_linears, named_tensors, plain_tensors
+from orbit_verl.model.router import FrozenBiasedRouter, FrozenRouter
 from orbit_verl.model.tensors import (
     ATTENTION_OUT,
     EXPERTS,
+    KEY_VALUE_UP,
     MLP_OUT,
+    QUERY_UP,
+    SHARED_EXPERT,
     expected_tensors,
     fused_format,
     has_experts,
+    layer_name,
     linear_shape,
     open_checkpoint,
 )
@@ -97,6 +103,7 @@ def _base_fields(architecture: DecoderArchitecture) -> dict[str, Any]:
         "layernorm_epsilon": architecture.norm_eps,
         "normalization": "RMSNorm",
         "qk_layernorm": architecture.qk_norm,
+        "rotary_interleaved": architecture.latent is not None,
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
         "add_bias_linear": False,
@@ -118,28 +125,18 @@ def _base_fields(architecture: DecoderArchitecture) -> dict[str, Any]:
 
 
 def _layer_spec(architecture: DecoderArchitecture, base: BaseSettings, buffer: ChunkBuffer, layer: int) -> ModuleSpec:
-    prefix = f"model.layers.{layer}"
-    linear = partial(_linear, architecture, base)
-    norm = RMSNorm if architecture.qk_norm else None
-    attention = SelfAttentionSubmodules(
-        linear_qkv=linear(FrozenQKVLinear, f"{prefix}.self_attn", QKV),
-        core_attention=CausalAttention,
-        linear_proj=linear(FrozenLinear, f"{prefix}.self_attn", ATTENTION_OUT),
-        q_layernorm=norm,
-        k_layernorm=norm,
-    )
+    attention = _attention if architecture.latent is None else _latent_attention
     if has_experts(architecture, layer):
         mlp = _moe(architecture, base, buffer, layer)
     else:
-        fc1, fc2 = (linear(FrozenLinear, f"{prefix}.mlp", parts) for parts in (GATE_UP, MLP_OUT))
+        parent = f"{layer_name(architecture, layer)}.mlp"
+        fc1, fc2 = (_linear(architecture, base, FrozenLinear, parent, parts) for parts in (GATE_UP, MLP_OUT))
         mlp = partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2))
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=ModuleSpec(
-                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
-            ),
+            self_attention=attention(architecture, base, layer),
             self_attn_bda=residual_sum,
             pre_mlp_layernorm=RMSNorm,
             mlp=mlp,
@@ -148,32 +145,64 @@ def _layer_spec(architecture: DecoderArchitecture, base: BaseSettings, buffer: C
     )
 
 
+def _attention(architecture: DecoderArchitecture, base: BaseSettings, layer: int) -> ModuleSpec:
+    parent = f"{layer_name(architecture, layer)}.self_attn"
+    norm = RMSNorm if architecture.qk_norm else None
+    submodules = SelfAttentionSubmodules(
+        linear_qkv=_linear(architecture, base, FrozenQKVLinear, parent, QKV),
+        core_attention=CausalAttention,
+        linear_proj=_linear(architecture, base, FrozenLinear, parent, ATTENTION_OUT),
+        q_layernorm=norm,
+        k_layernorm=norm,
+    )
+    return ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
+
+
+def _latent_attention(architecture: DecoderArchitecture, base: BaseSettings, layer: int) -> ModuleSpec:
+    whole = partial(_whole_linear, architecture, base, f"{layer_name(architecture, layer)}.self_attn")
+    linears = {
+        "latents": partial(whole, LATENTS),
+        "queries": partial(whole, QUERY_UP),
+        "keys_values": partial(whole, KEY_VALUE_UP),
+        "output": partial(whole, ATTENTION_OUT),
+    }
+    return ModuleSpec(module=FrozenLatentAttention, params={"architecture": architecture, **linears})
+
+
 def _linear(
     architecture: DecoderArchitecture, base: BaseSettings, kind: type[FrozenLinear], parent: str, parts: tuple[str, ...]
 ) -> partial:
+    """A linear that Megatron-Core makes, which knows its sizes."""
     rows = {part: linear_shape(architecture, f"{parent}.{part}")[0] for part in parts}
     return partial(kind, parts=rows, weight_format=fused_format(architecture, parent, parts), base=base)
 
 
+def _whole_linear(
+    architecture: DecoderArchitecture, base: BaseSettings, parent: str, parts: tuple[str, ...]
+) -> FrozenLinear:
+    """A linear of the checkpoint's size."""
+    make = _linear(architecture, base, FrozenLinear, parent, parts)
+    _, columns = linear_shape(architecture, f"{parent}.{parts[0]}")
+    return make(columns, sum(make.keywords["parts"].values()), bias=False)
+
+
 def _moe(architecture: DecoderArchitecture, base: BaseSettings, buffer: ChunkBuffer, layer: int) -> partial:
-    moe, hidden = architecture.moe, architecture.hidden_size
+    moe, prefix = architecture.moe, layer_name(architecture, layer)
 
-    def expert(index: int) -> FrozenExpert:
-        parent = f"model.layers.{layer}{EXPERTS}{index}"
-        gate_up, down = (_linear(architecture, base, FrozenLinear, parent, parts) for parts in (GATE_UP, MLP_OUT))
-        return FrozenExpert(
-            gate_up(hidden, len(GATE_UP) * moe.ffn_size, bias=False), down(moe.ffn_size, hidden, bias=False)
-        )
+    def expert(kind: type[FrozenExpert], parent: str) -> FrozenExpert:
+        return kind(*(_whole_linear(architecture, base, parent, parts) for parts in (GATE_UP, MLP_OUT)))
 
-    router = partial(
-        FrozenRouter,
+    router = FrozenBiasedRouter if moe.scoring == "sigmoid" else FrozenRouter
+    return partial(
+        FrozenMoE,
+        router=partial(router, moe=moe, hidden_size=architecture.hidden_size, dtype=architecture.dtype),
+        expert=lambda index: expert(FrozenExpert, f"{prefix}{EXPERTS}{index}"),
         num_experts=moe.num_experts,
-        hidden_size=hidden,
-        top_k=moe.top_k,
-        normalized=moe.normalized,
-        dtype=architecture.dtype,
+        shared_expert=partial(expert, SharedExpert, f"{prefix}{SHARED_EXPERT}") if moe.shared_ffn_size else None,
+        scale=moe.scale,
+        base=base,
+        buffer=buffer,
     )
-    return partial(FrozenMoE, router=router, expert=expert, num_experts=moe.num_experts, base=base, buffer=buffer)
 
 
 def _empty_model(architecture: DecoderArchitecture, base: BaseSettings, config: TransformerConfig) -> FrozenGPTModel:
@@ -186,6 +215,7 @@ def _empty_model(architecture: DecoderArchitecture, base: BaseSettings, config: 
         max_sequence_length=architecture.max_positions,
         share_embeddings_and_output_weights=architecture.tied_embeddings,
         position_embedding_type="rope",
+        checkpoint_prefix=architecture.prefix,
     )
 
 
@@ -199,9 +229,7 @@ def _load(model: FrozenGPTModel, checkpoint: HFCheckpoint) -> None:
             tensors = checkpoint.stored_weight(module, stored.format, stored.rows, stored.columns)
             for leaf, target in stored.tensors.items():
                 target.copy_(tensors[leaf])
-    if model.share_embeddings_and_output_weights and "lm_head.weight" in checkpoint:
-        head, embedding = checkpoint.tensor("lm_head.weight"), checkpoint.tensor("model.embed_tokens.weight")
-        if not torch.equal(head, embedding):
-            raise ValueError(
-                "lm_head.weight differs from model.embed_tokens.weight, although config.json has tie_word_embeddings=true"
-            )
+    head, embedding = (f"{model.checkpoint_prefix}{name}.weight" for name in ("lm_head", "model.embed_tokens"))
+    if model.share_embeddings_and_output_weights and head in checkpoint:
+        if not torch.equal(checkpoint.tensor(head), checkpoint.tensor(embedding)):
+            raise ValueError(f"{head} differs from {embedding}, although config.json has tie_word_embeddings=true")

@@ -42,10 +42,15 @@ def residual_sum(training: bool, fused: bool):
 
 
 class FrozenGPTModel(GPTModel):
-    """GPTModel with a frozen head and fp32 logits, as the server samples from them."""
+    """GPTModel with a frozen head and fp32 logits, as the server samples from them.
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    Attributes:
+        checkpoint_prefix: of every tensor's name in the checkpoint, empty or ending in a dot.
+    """
+
+    def __init__(self, *args: Any, checkpoint_prefix: str = "", **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self.checkpoint_prefix = checkpoint_prefix
         self.output_layer = FrozenHead(self.output_layer.weight)
 
     def forward(self, *args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:

@@ -19,33 +19,7 @@ from orbit_kernels.frozen import StoredWeight
 from orbit_verl.config import BaseSettings
 from orbit_verl.model.adapters import LinearAdapter
 from orbit_verl.model.linear import FrozenLinear
-
-
-class FrozenRouter(nn.Module):
-    """Softmax over all experts in fp32, then the best K (Qwen3-MoE), with the served rounding.
-
-    SGLang 0.5.12 keeps the weights in fp32 (layers/moe/topk.py:525, fused_topk_torch_native); transformers rounds them.
-
-    Args:
-        num_experts: E.
-        hidden_size: D.
-        top_k: K.
-        normalized: whether the K weights are scaled to a sum of one.
-        dtype: of the weight.
-    """
-
-    def __init__(self, *, num_experts: int, hidden_size: int, top_k: int, normalized: bool, dtype: torch.dtype):
-        super().__init__()
-        self._top_k, self._normalized = top_k, normalized
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, dtype=dtype), requires_grad=False)
-
-    def forward(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids [T, K] int64 and weights [T, K] fp32 of each token's experts."""
-        scores_TE = functional.linear(x_TD, self.weight).float().softmax(dim=-1)
-        weights_TK, ids_TK = scores_TE.topk(self._top_k, dim=-1)
-        if self._normalized:
-            weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
-        return ids_TK, weights_TK
+from orbit_verl.model.router import FrozenRouter
 
 
 class FrozenExpert(nn.Module):
@@ -54,6 +28,17 @@ class FrozenExpert(nn.Module):
     def __init__(self, gate_up: FrozenLinear, down: FrozenLinear):
         super().__init__()
         self.gate_up, self.down = gate_up, down
+
+
+class SharedExpert(FrozenExpert):
+    """The expert that every token takes, beside those that its router chooses."""
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """``W2 (silu(W1 x) * W3 x)``, [T, D]."""
+        gate_up_T1F, _ = self.gate_up(x_TD.unsqueeze(1))
+        gate_T1F, up_T1F = gate_up_T1F.chunk(2, dim=-1)
+        y_T1D, _ = self.down(functional.silu(gate_T1F) * up_T1F)
+        return y_T1D.squeeze(1)
 
 
 class SharedLinear(nn.Module):
@@ -83,6 +68,8 @@ class FrozenMoE(nn.Module):
         router: makes the router.
         expert: makes one expert's linears.
         num_experts: E.
+        shared_expert: makes the expert that every token takes, None where there is none.
+        scale: of the routed experts' sum.
         base: how experts are computed with.
         buffer: memory for one chunk of dequantised experts, shared by all layers.
     """
@@ -93,6 +80,8 @@ class FrozenMoE(nn.Module):
         router: Callable[[], FrozenRouter],
         expert: Callable[[int], FrozenExpert],
         num_experts: int,
+        shared_expert: Callable[[], SharedExpert] | None,
+        scale: float,
         base: BaseSettings,
         buffer: ChunkBuffer,
         **_megatron: Any,
@@ -101,10 +90,14 @@ class FrozenMoE(nn.Module):
         self.router = router()
         self.experts = nn.ModuleList(expert(index) for index in range(num_experts))
         self.shared = nn.ModuleList(SharedLinear(linear) for linear in (self.experts[0].gate_up, self.experts[0].down))
-        self._base, self._buffer = base, buffer
+        self.shared_expert = None if shared_expert is None else shared_expert()
+        self._scale, self._base, self._buffer = scale, base, buffer
 
     def forward(self, x_SBD: torch.Tensor, **_megatron: Any) -> tuple[torch.Tensor, None]:
-        """The weighted sum of each token's experts [S, B, D], and Megatron-Core's absent bias."""
+        """The weighted sum of each token's experts [S, B, D], and Megatron-Core's absent bias.
+
+        Scaled and added up in the model's dtype, as in the server.
+        """
         x_TD = x_SBD.flatten(0, 1)
         ids_TK, weights_TK = self.router(x_TD)
         y_TD = expert_mlp(
@@ -116,6 +109,10 @@ class FrozenMoE(nn.Module):
             activations=self._base.activations,
             adapter=self._adapter(),
         )
+        if self._scale != 1:
+            y_TD = y_TD * self._scale
+        if self.shared_expert is not None:
+            y_TD = y_TD + self.shared_expert(x_TD)
         return y_TD.unflatten(0, x_SBD.shape[:2]), None
 
     def _frozen_experts(self) -> FrozenExperts:

@@ -3,24 +3,25 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from megatron.core.models.gpt.gpt_model import GPTModel
 
 from orbit_kernels.formats import Bf16Format
 from orbit_kernels.manifest import BaseManifest, Cut
 from orbit_verl.config import AdapterSettings
+from orbit_verl.model.latent_attention import FrozenLatentAttention
 from orbit_verl.model.linear import FrozenLinear
+from orbit_verl.model.modules import FrozenGPTModel
 from orbit_verl.model.moe import FrozenMoE, SharedLinear
-from orbit_verl.model.tensors import EXPERTS
+from orbit_verl.model.tensors import EXPERTS, SHARED_EXPERT
 
 _LAYER_NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
 _QK_NORMS = {"q_layernorm": "q_norm", "k_layernorm": "k_norm"}
+_LATENT_NORMS = {"query_norm": "q_a_layernorm", "kv_norm": "kv_a_layernorm"}
 
 
-def frozen_linears(model: GPTModel) -> Iterator[tuple[str, FrozenLinear]]:
+def frozen_linears(model: FrozenGPTModel) -> Iterator[tuple[str, FrozenLinear]]:
     """The linears with the name of the Hugging Face module that holds their parts, e.g. ``model.layers.0.mlp``."""
     for prefix, layer in _layers(model):
-        yield f"{prefix}.self_attn", layer.self_attention.linear_qkv
-        yield f"{prefix}.self_attn", layer.self_attention.linear_proj
+        yield from ((f"{prefix}.self_attn", linear) for linear in _attention_linears(layer.self_attention))
         if not isinstance(layer.mlp, FrozenMoE):
             yield f"{prefix}.mlp", layer.mlp.linear_fc1
             yield f"{prefix}.mlp", layer.mlp.linear_fc2
@@ -28,9 +29,14 @@ def frozen_linears(model: GPTModel) -> Iterator[tuple[str, FrozenLinear]]:
         for index, expert in enumerate(layer.mlp.experts):
             yield f"{prefix}.mlp.experts.{index}", expert.gate_up
             yield f"{prefix}.mlp.experts.{index}", expert.down
+        if layer.mlp.shared_expert is not None:
+            yield f"{prefix}{SHARED_EXPERT}", layer.mlp.shared_expert.gate_up
+            yield f"{prefix}{SHARED_EXPERT}", layer.mlp.shared_expert.down
 
 
-def adapted_linears(model: GPTModel, settings: AdapterSettings) -> Iterator[tuple[str, FrozenLinear | SharedLinear]]:
+def adapted_linears(
+    model: FrozenGPTModel, settings: AdapterSettings
+) -> Iterator[tuple[str, FrozenLinear | SharedLinear]]:
     """What can carry an adapter, named as in ``frozen_linears``; a layer's experts as one where they share theirs."""
     if settings.experts == "each":
         yield from frozen_linears(model)
@@ -41,24 +47,24 @@ def adapted_linears(model: GPTModel, settings: AdapterSettings) -> Iterator[tupl
             yield from ((f"{prefix}.mlp.experts", linear) for linear in layer.mlp.shared)
 
 
-def plain_tensors(model: GPTModel) -> Iterator[tuple[str, torch.Tensor]]:
+def plain_tensors(model: FrozenGPTModel) -> Iterator[tuple[str, torch.Tensor]]:
     """The base tensors that are never quantised, by checkpoint name: embeddings, norms, routers, head."""
-    yield "model.embed_tokens.weight", model.embedding.word_embeddings.weight
+    yield f"{model.checkpoint_prefix}model.embed_tokens.weight", model.embedding.word_embeddings.weight
     for prefix, layer in _layers(model):
         for ours, theirs in _LAYER_NORMS.items():
             yield f"{prefix}.{theirs}.weight", getattr(layer, ours).weight
-        for ours, theirs in _QK_NORMS.items():
-            norm = getattr(layer.self_attention, ours)
+        for ours, theirs in (_QK_NORMS | _LATENT_NORMS).items():
+            norm = getattr(layer.self_attention, ours, None)
             if norm is not None:
                 yield f"{prefix}.self_attn.{theirs}.weight", norm.weight
         if isinstance(layer.mlp, FrozenMoE):
-            yield f"{prefix}.mlp.gate.weight", layer.mlp.router.weight
-    yield "model.norm.weight", model.decoder.final_layernorm.weight
+            yield from ((f"{prefix}.mlp.gate.{leaf}", tensor) for leaf, tensor in layer.mlp.router.named_parameters())
+    yield f"{model.checkpoint_prefix}model.norm.weight", model.decoder.final_layernorm.weight
     if not model.share_embeddings_and_output_weights:
-        yield "lm_head.weight", model.output_layer.weight
+        yield f"{model.checkpoint_prefix}lm_head.weight", model.output_layer.weight
 
 
-def named_tensors(model: GPTModel) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(model: FrozenGPTModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Every base tensor as it is stored, by checkpoint name; parts of a stacked linear as views."""
     yield from plain_tensors(model)
     for prefix, linear in frozen_linears(model):
@@ -67,7 +73,7 @@ def named_tensors(model: GPTModel) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{prefix}.{part}.{leaf}", tensor
 
 
-def base_manifest(model: GPTModel, cuts: Mapping[str, Sequence[Cut]] | None = None) -> BaseManifest:
+def base_manifest(model: FrozenGPTModel, cuts: Mapping[str, Sequence[Cut]] | None = None) -> BaseManifest:
     """What the live base is: the format of each linear, and dtype, shape and digest of each stored tensor.
 
     Args:
@@ -85,6 +91,12 @@ def base_manifest(model: GPTModel, cuts: Mapping[str, Sequence[Cut]] | None = No
     return BaseManifest.of(formats, named_tensors(model), cuts)
 
 
-def _layers(model: GPTModel) -> Iterator[tuple[str, torch.nn.Module]]:
+def _layers(model: FrozenGPTModel) -> Iterator[tuple[str, torch.nn.Module]]:
     for layer in model.decoder.layers:
-        yield f"model.layers.{layer.layer_number - 1}", layer
+        yield f"{model.checkpoint_prefix}model.layers.{layer.layer_number - 1}", layer
+
+
+def _attention_linears(attention: torch.nn.Module) -> tuple[FrozenLinear, ...]:
+    if isinstance(attention, FrozenLatentAttention):
+        return attention.latents, attention.queries, attention.keys_values, attention.output
+    return attention.linear_qkv, attention.linear_proj

@@ -1,5 +1,6 @@
 """What the checkpoint of a decoder must hold: names, shapes, and the stored format of each linear."""
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -7,11 +8,13 @@ import torch
 
 from orbit_kernels.checkpoint import HFCheckpoint
 from orbit_kernels.formats import Bf16Format, TensorSpec, WeightFormat
-from orbit_kernels.fusing import GATE_UP, QKV
+from orbit_kernels.fusing import GATE_UP, LATENTS, QKV
 from orbit_verl.model.architecture import DecoderArchitecture
 
 ATTENTION_OUT, MLP_OUT = ("o_proj",), ("down_proj",)
-EXPERTS = ".mlp.experts."
+QUERY_UP, KEY_VALUE_UP = ("q_b_proj",), ("kv_b_proj",)
+ROUTER_BIAS = "e_score_correction_bias"
+EXPERTS, SHARED_EXPERT = ".mlp.experts.", ".mlp.shared_experts"
 
 
 def linear_shape(architecture: DecoderArchitecture, module: str) -> tuple[int, int]:
@@ -19,16 +22,36 @@ def linear_shape(architecture: DecoderArchitecture, module: str) -> tuple[int, i
     hidden = architecture.hidden_size
     parent, _, leaf = module.rpartition(".")
     if parent.endswith(".self_attn"):
-        rows, kv_rows = (heads * architecture.head_dim for heads in (architecture.num_heads, architecture.num_kv_heads))
-        shapes = {
-            "q_proj": (rows, hidden),
-            "k_proj": (kv_rows, hidden),
-            "v_proj": (kv_rows, hidden),
-            "o_proj": (hidden, rows),
-        }
+        shapes = _attention_shapes(architecture) if architecture.latent is None else _latent_shapes(architecture)
         return shapes[leaf]
-    ffn = architecture.moe.ffn_size if EXPERTS in parent else architecture.ffn_size
+    ffn = architecture.ffn_size
+    if EXPERTS in parent:
+        ffn = architecture.moe.ffn_size
+    elif parent.endswith(SHARED_EXPERT):
+        ffn = architecture.moe.shared_ffn_size
     return (hidden, ffn) if leaf == "down_proj" else (ffn, hidden)
+
+
+def _attention_shapes(architecture: DecoderArchitecture) -> dict[str, tuple[int, int]]:
+    hidden = architecture.hidden_size
+    rows, kv_rows = (heads * architecture.head_dim for heads in (architecture.num_heads, architecture.num_kv_heads))
+    return {
+        "q_proj": (rows, hidden),
+        "k_proj": (kv_rows, hidden),
+        "v_proj": (kv_rows, hidden),
+        "o_proj": (hidden, rows),
+    }
+
+
+def _latent_shapes(architecture: DecoderArchitecture) -> dict[str, tuple[int, int]]:
+    hidden, heads, latent = architecture.hidden_size, architecture.num_heads, architecture.latent
+    return {
+        "q_a_proj": (latent.query_rank, hidden),
+        "q_b_proj": (heads * (latent.plain_dim + latent.rotary_dim), latent.query_rank),
+        "kv_a_proj_with_mqa": (latent.kv_rank + latent.rotary_dim, hidden),
+        "kv_b_proj": (heads * (latent.plain_dim + latent.value_dim), latent.kv_rank),
+        "o_proj": (hidden, heads * latent.value_dim),
+    }
 
 
 def fused_format(architecture: DecoderArchitecture, prefix: str, parts: Sequence[str]) -> WeightFormat:
@@ -65,7 +88,7 @@ def expected_tensors(architecture: DecoderArchitecture) -> dict[str, TensorSpec]
     Raises:
         ValueError: a linear has a shape that its format cannot store, or ``linear_formats`` refuses.
     """
-    expected = {name: _plain_spec(architecture, shape) for name, shape in _plain_tensors(architecture)}
+    expected = dict(_plain_tensors(architecture))
     for module, weight_format in linear_formats(architecture).items():
         shape = linear_shape(architecture, module)
         if isinstance(weight_format, Bf16Format):
@@ -87,15 +110,31 @@ def open_checkpoint(architecture: DecoderArchitecture, folder: str | Path) -> HF
             dtype, or holds a scale, zero point or shape that no weight has. Tensors are named.
     """
     checkpoint = HFCheckpoint(folder)
-    tied_head = frozenset({"lm_head.weight"} if architecture.tied_embeddings else ())
-    checkpoint.check(expected_tensors(architecture), optional=tied_head)
+    checkpoint.check(expected_tensors(architecture), optional=_unused(architecture, checkpoint))
     checkpoint.check_values(linear_formats(architecture))
     return checkpoint
+
+
+def _unused(architecture: DecoderArchitecture, checkpoint: HFCheckpoint) -> frozenset[str]:
+    """Tensors that may be there: a tied head, layers that predict further tokens, and what is no language model."""
+    layer = re.compile(rf"{re.escape(architecture.prefix)}model\.layers\.(\d+)\.")
+    unused = {f"{architecture.prefix}lm_head.weight"} if architecture.tied_embeddings else set()
+    for name in checkpoint.specs:
+        found = layer.match(name)
+        beyond = found is not None and architecture.latent is not None and int(found[1]) >= architecture.num_layers
+        if beyond or not name.startswith(architecture.prefix):
+            unused.add(name)
+    return frozenset(unused)
 
 
 def _plain_spec(architecture: DecoderArchitecture, shape: tuple[int, ...]) -> TensorSpec:
     narrower = (torch.bfloat16, torch.float16) if architecture.dtype == torch.float32 else ()
     return TensorSpec(shape, architecture.dtype, also=narrower)
+
+
+def layer_name(architecture: DecoderArchitecture, layer: int) -> str:
+    """The Hugging Face name of a layer."""
+    return f"{architecture.prefix}model.layers.{layer}"
 
 
 def has_experts(architecture: DecoderArchitecture, layer: int) -> bool:
@@ -104,27 +143,41 @@ def has_experts(architecture: DecoderArchitecture, layer: int) -> bool:
 
 
 def _fused_linears(architecture: DecoderArchitecture) -> Iterator[tuple[str, Sequence[str]]]:
+    grouped_query, latent = (QKV, ATTENTION_OUT), (LATENTS, QUERY_UP, KEY_VALUE_UP, ATTENTION_OUT)
+    attention = grouped_query if architecture.latent is None else latent
     for layer in range(architecture.num_layers):
-        prefix = f"model.layers.{layer}"
-        yield from ((f"{prefix}.self_attn", parts) for parts in (QKV, ATTENTION_OUT))
+        prefix = layer_name(architecture, layer)
+        yield from ((f"{prefix}.self_attn", parts) for parts in attention)
         mlps = [f"{prefix}.mlp"]
         if has_experts(architecture, layer):
             mlps = [f"{prefix}{EXPERTS}{expert}" for expert in range(architecture.moe.num_experts)]
+            mlps += [f"{prefix}{SHARED_EXPERT}"] if architecture.moe.shared_ffn_size else []
         yield from ((mlp, parts) for mlp in mlps for parts in (GATE_UP, MLP_OUT))
 
 
-def _plain_tensors(architecture: DecoderArchitecture) -> Iterator[tuple[str, tuple[int, ...]]]:
-    embedding, norm = (architecture.vocab_size, architecture.hidden_size), (architecture.hidden_size,)
-    yield "model.embed_tokens.weight", embedding
+def _plain_tensors(architecture: DecoderArchitecture) -> Iterator[tuple[str, TensorSpec]]:
+    hidden = architecture.hidden_size
+    embedding, norm = _plain_spec(architecture, (architecture.vocab_size, hidden)), _plain_spec(architecture, (hidden,))
+    yield f"{architecture.prefix}model.embed_tokens.weight", embedding
     for layer in range(architecture.num_layers):
-        prefix = f"model.layers.{layer}"
+        prefix = layer_name(architecture, layer)
         yield f"{prefix}.input_layernorm.weight", norm
         yield f"{prefix}.post_attention_layernorm.weight", norm
-        if architecture.qk_norm:
-            yield f"{prefix}.self_attn.q_norm.weight", (architecture.head_dim,)
-            yield f"{prefix}.self_attn.k_norm.weight", (architecture.head_dim,)
+        for name, width in _inner_norms(architecture):
+            yield f"{prefix}.self_attn.{name}.weight", _plain_spec(architecture, (width,))
         if has_experts(architecture, layer):
-            yield f"{prefix}.mlp.gate.weight", (architecture.moe.num_experts, architecture.hidden_size)
-    yield "model.norm.weight", norm
+            moe = architecture.moe
+            yield f"{prefix}.mlp.gate.weight", _plain_spec(architecture, (moe.num_experts, hidden))
+            if moe.scoring == "sigmoid":
+                bias = TensorSpec((moe.num_experts,), torch.float32, also=(torch.bfloat16,))
+                yield f"{prefix}.mlp.gate.{ROUTER_BIAS}", bias
+    yield f"{architecture.prefix}model.norm.weight", norm
     if not architecture.tied_embeddings:
-        yield "lm_head.weight", embedding
+        yield f"{architecture.prefix}lm_head.weight", embedding
+
+
+def _inner_norms(architecture: DecoderArchitecture) -> list[tuple[str, int]]:
+    """Norms inside of attention and their widths."""
+    if architecture.latent is not None:
+        return [("q_a_layernorm", architecture.latent.query_rank), ("kv_a_layernorm", architecture.latent.kv_rank)]
+    return [(name, architecture.head_dim) for name in ("q_norm", "k_norm")] if architecture.qk_norm else []

@@ -26,6 +26,7 @@ FORMATS: dict[str, WeightFormat] = {
     "nvfp4_modelopt": Nvfp4Format(style="modelopt"),
     "mxfp4": Mxfp4Format(),
 }
+_LINEAR_SUFFIXES = ("_proj.weight", "_proj_with_mqa.weight")
 QUANTISES_INPUTS = ("fp8", "fp8_ue8m0", "nvfp4", "nvfp4_modelopt")
 
 
@@ -37,7 +38,7 @@ def weight_format(name: str, dtype: torch.dtype) -> WeightFormat:
 
 def linears_of(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """Names of the linears of the decoder layers."""
-    return sorted(name.removesuffix(".weight") for name in tensors if name.endswith("_proj.weight"))
+    return sorted(name.removesuffix(".weight") for name in tensors if name.endswith(_LINEAR_SUFFIXES))
 
 
 def quantize(path: Path, stored_as: WeightFormat, folder: Path, ignored: Sequence[str] = ()) -> Path:
@@ -120,12 +121,13 @@ def _config(stored_as: WeightFormat, ignored: Sequence[str]) -> dict:
 def dequantized_moe_tensors(
     quantized: Path, stored_as: WeightFormat, model: PreTrainedModel
 ) -> dict[str, torch.Tensor]:
-    """transformers' parameters of a Qwen3-MoE, experts fused, with the weights that the quantised checkpoint means."""
+    """transformers' parameters of a mixture, experts fused, with the weights that the quantised checkpoint means."""
     tensors = safetensors.torch.load_file(quantized / "model.safetensors")
 
     def weight(module: str) -> torch.Tensor:
         stored = stored_linear(tensors, module)
-        return stored["weight"] if stored.keys() == {"weight"} else stored_as.dequantize(stored, torch.float32)
+        plain = not f"{module}.weight".endswith(_LINEAR_SUFFIXES)
+        return stored["weight"] if plain else stored_as.dequantize(stored, torch.float32)
 
     def parameter(name: str, held: torch.Tensor) -> torch.Tensor:
         prefix, _, leaf = name.rpartition(".")

@@ -1,14 +1,18 @@
 """Qwen3-MoE in the trainer against transformers: log-probs, gradients of every adapter tensor, quantised experts."""
 
-from pathlib import Path
-
 import pytest
 import safetensors.torch
 import torch
+from moe_support import (
+    EXPERTS,
+    assert_gradients,
+    functional_call_log_probs,
+    leaf_tensors,
+    merged_nll,
+    write_moe,
+)
 from quantized import dequantized_moe_tensors, quantize, weight_format
-from torch.func import functional_call
 from trainer_support import (
-    SMALL,
     load_reference,
     log_probs,
     make_batch,
@@ -17,42 +21,16 @@ from trainer_support import (
     nll,
     randomise,
     reference_log_probs,
-    response_mask,
     sequences,
     train_step,
 )
-from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig
 
-from orbit_kernels.adapter import split_name
 from orbit_verl.config import BaseSettings
-from orbit_verl.engine import OrbitEngine
 from orbit_verl.model.architecture import DecoderArchitecture
 from orbit_verl.model.tensors import open_checkpoint
 
-EXPERTS, TOP_K, FFN = 8, 2, 64
 PLAIN = BaseSettings(activations="none", experts_per_chunk=3)
-
-
-def write_moe(folder: Path, dtype: torch.dtype, **config) -> Path:
-    """A random Qwen3-MoE whose router spreads tokens over all experts; layer 1 of 3 is dense."""
-    torch.manual_seed(0)
-    layers = {"num_hidden_layers": 3, "mlp_only_layers": [1]}
-    fields = SMALL | layers | {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K} | config
-    rope = {"rope_type": "default", "rope_theta": 1e6}
-    model = Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            **fields,
-            moe_intermediate_size=FFN,
-            norm_topk_prob=True,
-            head_dim=32,
-            rope_parameters=rope,
-        )
-    )
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            torch.nn.init.normal_(parameter, 1.0, 0.2)
-    model.to(dtype).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -159,48 +137,3 @@ def test_a_missing_expert_is_named(moe, tmp_path):
     safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"model\.layers\.2\.mlp\.experts\.5\.up_proj\.weight: missing"):
         open_checkpoint(DecoderArchitecture.from_hf(AutoConfig.from_pretrained(folder)), folder)
-
-
-def leaf_tensors(engine: OrbitEngine) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
-    """Copies of the trained tensors with gradients, by name; and those that each linear uses, by leaf."""
-    trained = {name: p.detach().clone().requires_grad_() for name, p in engine.adapter.named_parameters().items()}
-    by_module = {}
-    for name in engine.export_adapter().tensors:
-        module, leaf = split_name(name)
-        shared = name
-        for first, other in (("gate_proj", "up_proj"), ("q_proj", "k_proj"), ("q_proj", "v_proj")):
-            shared = shared if shared in trained else name.replace(other, first)
-        by_module.setdefault(module, {})[leaf] = trained[shared]
-    return trained, by_module
-
-
-def merged_nll(reference, weights, engine, tensors, tokens):
-    """The engine's loss from transformers on merged weights, a function of the adapter's tensors."""
-    method = engine.adapter.config.method
-    merged = dict(weights)
-    for module, leaves in tensors.items():
-        if ".experts." not in module:
-            merged[f"{module}.weight"] = method.merge(weights[f"{module}.weight"], leaves)
-            continue
-        prefix, expert, projection = module.rsplit(".", 2)
-        fused = f"{prefix}.down_proj" if projection == "down_proj" else f"{prefix}.gate_up_proj"
-        rows = {"down_proj": slice(None), "gate_proj": slice(0, FFN), "up_proj": slice(FFN, 2 * FFN)}[projection]
-        index = (torch.tensor(int(expert)), torch.arange(weights[fused].shape[1])[rows])
-        merged[fused] = merged[fused].index_put(index, method.merge(weights[fused][int(expert), rows], leaves))
-    rows = [functional_call_log_probs(reference, merged, sequence) for sequence in tokens]
-    masks = [response_mask(sequence)[:-1] for sequence in tokens]
-    return -sum((row * mask).sum() for row, mask in zip(rows, masks, strict=True)) / sum(mask.sum() for mask in masks)
-
-
-def functional_call_log_probs(reference, weights, sequence) -> torch.Tensor:
-    logits = functional_call(reference, weights, (sequence[None],)).logits[0, :-1].float()
-    return logits.log_softmax(-1).gather(-1, sequence[1:, None])[:, 0]
-
-
-def assert_gradients(actual: dict[str, torch.Tensor], trained: dict[str, torch.Tensor]) -> None:
-    unused = {name for name, tensor in trained.items() if tensor.grad is None or not tensor.grad.any()}
-    assert trained.keys() - actual.keys() <= unused
-    assert any(".experts." in name for name in actual)
-    for name in actual.keys() - unused:
-        expected = trained[name].grad
-        assert (actual[name] - expected).abs().max() <= 1e-5 * expected.abs().max() + 1e-9, name

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from moe_support import write_moe
 from quantized import quantize, weight_format
-from test_trainer_moe import write_moe
 from trainer_support import log_probs, make_engine, randomise
 
 from orbit_kernels.manifest import BaseManifest, first_difference

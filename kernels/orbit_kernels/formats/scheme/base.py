@@ -19,7 +19,7 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any], torch.dtype], Rules]] = {
     "modelopt": modelopt.read,
 }
 # SGLang quantises linears only, and its head is none, whatever the configuration says; nor does it quantise routers.
-_NEVER_QUANTIZED = (r"lm_head", r".*\.mlp\.gate")
+_NEVER_QUANTIZED = (r"(.*\.)?lm_head", r".*\.mlp\.gate")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,11 +66,14 @@ def read_base_scheme(hf_config: Mapping[str, Any]) -> BaseScheme:
     """The scheme that a checkpoint's ``config.json`` describes.
 
     Args:
-        hf_config: the file's content; ``quantization_config`` may be absent.
+        hf_config: the file's content; ``quantization_config`` may be absent, or inside the ``text_config`` of a model
+            that has more than text (Kimi-K2.5).
 
     Raises:
         ValueError: a quantisation, or any setting of one, that is not implemented; it is named.
     """
+    stated = {key: value for key, value in hf_config.items() if value is not None}
+    hf_config = {**stated.get("text_config", {}), **stated}
     dense = Bf16Format(dtype=_dtype(hf_config))
     config = hf_config.get("quantization_config")
     if config is None:

@@ -1,0 +1,145 @@
+"""Tiny mixtures of experts that the trainer's tests share, and their gradients through merged weights."""
+
+import json
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch.func import functional_call
+from trainer_support import SMALL, response_mask
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from orbit_kernels.adapter import split_name
+from orbit_kernels.fusing import FUSED_PARTS
+from orbit_verl.engine import OrbitEngine
+
+EXPERTS, TOP_K, FFN = 8, 2, 64
+LATENT_TARGETS = (
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+    *("gate_proj", "up_proj", "down_proj"),
+)
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 128,
+}
+
+
+def write_moe(folder: Path, dtype: torch.dtype, **config) -> Path:
+    """A random Qwen3-MoE whose router spreads tokens over all experts; layer 1 of 3 is dense."""
+    torch.manual_seed(0)
+    layers = {"num_hidden_layers": 3, "mlp_only_layers": [1]}
+    fields = SMALL | layers | {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K} | config
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **fields,
+            moe_intermediate_size=FFN,
+            norm_topk_prob=True,
+            head_dim=32,
+            rope_parameters=rope,
+        )
+    )
+    _randomise_norms(model)
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+def write_deepseek(folder: Path, dtype: torch.dtype, **config) -> Path:
+    """A random DeepSeek-V3 whose first layer of three is dense; one of two groups of experts is open to a token."""
+    torch.manual_seed(0)
+    fields = SMALL | {
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "moe_intermediate_size": FFN,
+        "n_routed_experts": EXPERTS,
+        "num_experts_per_tok": TOP_K,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.5,
+        "rope_parameters": YARN,
+    }
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(**fields | config))
+    _randomise_norms(model)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, 0.0, 0.1)
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+def write_kimi(folder: Path, dtype: torch.dtype, **config) -> Path:
+    """The same as the language model of a Kimi-K2.5, with a tensor of what sees images."""
+    write_deepseek(folder, dtype, **config)
+    file = folder / "model.safetensors"
+    tensors = {f"language_model.{name}": tensor for name, tensor in safetensors.torch.load_file(file).items()}
+    tensors["vision_tower.patch_embed.proj.weight"] = torch.zeros(2, 2, dtype=dtype)
+    safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
+    text = json.loads((folder / "config.json").read_text()) | {"model_type": "kimi_k2"}
+    wrapper = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "text_config": text}
+    (folder / "config.json").write_text(json.dumps(wrapper | {"dtype": text["dtype"]}))
+    return folder
+
+
+def _randomise_norms(model: torch.nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(parameter, 1.0, 0.2)
+
+
+def leaf_tensors(engine: OrbitEngine) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
+    """Copies of the trained tensors with gradients, by name; and those that each linear uses, by leaf."""
+    trained = {name: p.detach().clone().requires_grad_() for name, p in engine.adapter.named_parameters().items()}
+    by_module = {}
+    for name in engine.export_adapter().tensors:
+        module, leaf = split_name(name)
+        shared = name
+        for first, *others in FUSED_PARTS:
+            for other in others:
+                shared = shared if shared in trained else name.replace(f".{other}.", f".{first}.")
+        by_module.setdefault(module, {})[leaf] = trained[shared]
+    return trained, by_module
+
+
+def merged_nll(reference, weights, engine, tensors, tokens):
+    """The engine's loss from transformers on merged weights, a function of the adapter's tensors."""
+    method = engine.adapter.config.method
+    merged = dict(weights)
+    for module, leaves in tensors.items():
+        if ".experts." not in module:
+            merged[f"{module}.weight"] = method.merge(weights[f"{module}.weight"], leaves)
+            continue
+        prefix, expert, projection = module.rsplit(".", 2)
+        fused = f"{prefix}.down_proj" if projection == "down_proj" else f"{prefix}.gate_up_proj"
+        rows = {"down_proj": slice(None), "gate_proj": slice(0, FFN), "up_proj": slice(FFN, 2 * FFN)}[projection]
+        index = (torch.tensor(int(expert)), torch.arange(weights[fused].shape[1])[rows])
+        merged[fused] = merged[fused].index_put(index, method.merge(weights[fused][int(expert), rows], leaves))
+    rows = [functional_call_log_probs(reference, merged, sequence) for sequence in tokens]
+    masks = [response_mask(sequence)[:-1] for sequence in tokens]
+    return -sum((row * mask).sum() for row, mask in zip(rows, masks, strict=True)) / sum(mask.sum() for mask in masks)
+
+
+def functional_call_log_probs(reference, weights, sequence) -> torch.Tensor:
+    logits = functional_call(reference, weights, (sequence[None],)).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(-1, sequence[1:, None])[:, 0]
+
+
+def assert_gradients(actual: dict[str, torch.Tensor], trained: dict[str, torch.Tensor]) -> None:
+    unused = {name for name, tensor in trained.items() if tensor.grad is None or not tensor.grad.any()}
+    assert trained.keys() - actual.keys() <= unused
+    assert any(".experts." in name for name in actual)
+    for name in actual.keys() - unused:
+        expected = trained[name].grad
+        assert (actual[name] - expected).abs().max() <= 1e-5 * expected.abs().max() + 1e-9, name
