@@ -76,6 +76,7 @@ def quantize(
     group_size: Annotated[
         int | None, typer.Option(help="Columns that share a scale (INT4), or rows and columns of a block (FP8).")
     ] = None,
+    experts_only: Annotated[bool, typer.Option(help="Only the routed experts, as in Kimi-K2.")] = False,
 ) -> None:
     """Write a low-precision checkpoint in the format as deployed, from a BF16 one.
 
@@ -90,7 +91,9 @@ def quantize(
     console = Console(highlight=False)
     try:
         with console.status(f"quantising to {format_name}"):
-            errors = quantize_checkpoint(model, out, format_name=format_name, group_size=group_size)
+            errors = quantize_checkpoint(
+                model, out, format_name=format_name, group_size=group_size, experts_only=experts_only
+            )
     except ValueError as error:
         console.print(f"[red]error:[/red] {escape(str(error))}")
         raise typer.Exit(1) from None

@@ -35,7 +35,8 @@ CONFIG_FILE = "config.json"
 _OTHER_QUANTIZATION_FILE = "hf_quant_config.json"
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 # Linears of the decoder layers; head, embeddings, norms and routers (``mlp.gate``) stay as they are.
-_LINEAR = re.compile(r"(?P<module>(?:.*\.)?layers\.\d+\..*_proj)\.weight")
+_LINEAR = re.compile(r"(?P<module>(?:.*\.)?layers\.\d+\..*_proj(?:_with_mqa)?)\.weight")
+_ROUTED_EXPERT = ".mlp.experts."
 DEFAULT_GROUP_SIZES = {"fp8": 128, "int4": 32, "nvfp4": 16, "mxfp4": 32}
 
 
@@ -63,9 +64,11 @@ def weight_format(name: str, group_size: int | None, dtype: torch.dtype) -> Weig
 
 
 def quantize_checkpoint(
-    model: Path, out: Path, *, format_name: str, group_size: int | None = None
+    model: Path, out: Path, *, format_name: str, group_size: int | None = None, experts_only: bool = False
 ) -> dict[str, LinearError]:
     """Write ``out`` with the linears of ``model``'s decoder layers in another format, and everything else as it is.
+
+    With ``experts_only`` those of the routed experts alone, as Kimi-K2's are.
 
     ``out`` appears whole or not at all. NVFP4's static input scales come from a synthetic calibration, see
     ``calibration.largest_inputs``.
@@ -77,7 +80,7 @@ def quantize_checkpoint(
         ValueError: the input is quantised already or no checkpoint, ``out`` is not empty, a weight does not fit the format
             or is not finite, or the disk is too small; nothing is left behind.
     """
-    source = _Source(model, format_name, group_size)
+    source = _Source(model, format_name, group_size, experts_only)
     _check_out(out, source.output_bytes)
     partial = out.with_name(f".{out.name}.partial")
     if partial.exists():
@@ -94,14 +97,15 @@ def quantize_checkpoint(
 class _Source:
     """The checkpoint to quantise, checked before anything is written."""
 
-    def __init__(self, folder: Path, format_name: str, group_size: int | None):
+    def __init__(self, folder: Path, format_name: str, group_size: int | None, experts_only: bool):
         self.folder = folder
         self.checkpoint = HFCheckpoint(folder)
         self.config = _read_config(folder)
         scheme = read_base_scheme(self.config)
         self.format = weight_format(format_name, group_size, scheme.dense.dtype)
         found = {name: _LINEAR.fullmatch(name) for name in self.checkpoint.specs}
-        self.linears = {match["module"] for match in found.values() if match}
+        linears = {match["module"] for match in found.values() if match}
+        self.linears = {name for name in linears if _ROUTED_EXPERT in name} if experts_only else linears
         self._check()
 
     @property
@@ -118,7 +122,7 @@ class _Source:
     @property
     def output_bytes(self) -> int:
         """Bytes of the quantised checkpoint's tensors and copied files."""
-        kept = [spec for name, spec in self.checkpoint.specs.items() if not _is_linear(name)]
+        kept = [spec for name, spec in self.checkpoint.specs.items() if not self.is_quantized(name)]
         quantized = [spec for module in self.linears for spec in self.format.specs(*self.shape(module)).values()]
         return sum(spec.nbytes for spec in kept + quantized) + sum(path.stat().st_size for path in self.other_files)
 
@@ -128,6 +132,10 @@ class _Source:
         skipped = {CONFIG_FILE, INDEX_FILE}
         files = (path for path in sorted(self.folder.iterdir()) if path.is_file() and path.name not in skipped)
         return [path for path in files if path.suffix not in _WEIGHT_SUFFIXES]
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether a tensor is the weight of a linear that becomes quantised."""
+        return name.removesuffix(".weight") in self.linears
 
     def shape(self, module: str) -> tuple[int, ...]:
         """Rows and columns of a linear."""
@@ -139,7 +147,10 @@ class _Source:
 
     def _check(self) -> None:
         if not self.linears:
-            raise ValueError(f"{self.folder}: no linears named like model.layers.0.mlp.up_proj, so nothing to quantise")
+            raise ValueError(
+                f"{self.folder}: no linears named like model.layers.0.mlp.up_proj, or with --experts-only like "
+                "model.layers.0.mlp.experts.0.up_proj, so nothing to quantise"
+            )
         problems = [problem for module in sorted(self.linears) for problem in self._problems(module)]
         if problems:
             raise ValueError(f"{self.folder} does not fit {self.format.name}: {'; '.join(problems)}")
@@ -190,7 +201,7 @@ def _write(source: _Source, folder: Path) -> dict[str, LinearError]:
         tensors = {}
         for name in names:
             tensor = source.checkpoint.tensor(name)
-            if not _is_linear(name):
+            if not source.is_quantized(name):
                 tensors[name] = tensor
                 continue
             module = name.removesuffix(".weight")
@@ -233,7 +244,3 @@ def _check_finite(module: str, weight_OI: torch.Tensor) -> None:
     problems = Bf16Format().problems({"weight": weight_OI})
     if problems:
         raise ValueError(f"{module}.{problems[0]}; quantise an intact checkpoint")
-
-
-def _is_linear(name: str) -> bool:
-    return _LINEAR.fullmatch(name) is not None

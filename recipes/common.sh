@@ -65,14 +65,15 @@ model_folder() {
 }
 
 # quantize_once PREPARED PRECISION: make the checkpoint of a precision from the BF16 one, when it is the run's model.
+QUANTIZE_OPTIONS=()
 quantize_once() {
-    local out options=()
+    local out options=("${QUANTIZE_OPTIONS[@]}")
     out="$(model_folder "$1" "$2")"
     if [[ "${DRY_RUN:-0}" == 1 || "$2" == bf16 || "$MODEL_PATH" != "$out" || -d "$out" ]]; then
         return
     fi
     # 64 divides the key and value rows of both small models; SGLang needs whole FP8 blocks in fused linears.
-    if [[ "$2" == fp8 ]]; then options=(--group-size 64); fi
+    if [[ "$2" == fp8 ]]; then options+=(--group-size 64); fi
     "$ROOT/.venv/bin/orbit" quantize --model "$1/model" --format "$2" "${options[@]}" --out "$out" >&2
 }
 

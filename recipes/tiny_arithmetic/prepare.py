@@ -1,6 +1,6 @@
-"""Make the frozen base and the data sets of the ``tiny_arithmetic*.sh`` and ``tiny_moe_*.sh`` recipes.
+"""Make the frozen base and the data sets of the ``tiny_*.sh`` recipes.
 
-    python -m recipes.tiny_arithmetic.prepare --out DIR [--seed N] [--num-experts N]
+    python -m recipes.tiny_arithmetic.prepare --out DIR [--seed N] [--num-experts N [--latent-attention]]
 
 writes ``DIR/model`` (Hugging Face checkpoint and tokeniser), ``DIR/train.parquet`` and ``DIR/val.parquet``; about a
 minute and a half on two cores, nothing when DIR already holds them.
@@ -38,10 +38,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make the base model and the data of the tiny arithmetic recipe.")
     parser.add_argument("--out", type=Path, required=True, help="folder of the result")
     parser.add_argument("--seed", type=int, default=0, help="of the base's weights and corpus")
-    parser.add_argument("--num-experts", type=int, default=0, help="experts in every layer; 0 for a dense model")
+    parser.add_argument("--num-experts", type=int, default=0, help="experts in a layer; 0 for a dense model")
+    parser.add_argument("--latent-attention", action="store_true", help="DeepSeek-V3 in place of Qwen3")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    prepare(arguments.out, TaskConfig(), PretrainConfig(seed=arguments.seed, num_experts=arguments.num_experts))
+    base = PretrainConfig(
+        seed=arguments.seed, num_experts=arguments.num_experts, latent_attention=arguments.latent_attention
+    )
+    prepare(arguments.out, TaskConfig(), base)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Train a small Qwen3, dense or with experts, from scratch to a middling accuracy: the base that RL then keeps frozen."""
+"""Train a small Qwen3, or a small DeepSeek-V3, from scratch to a middling accuracy: the base that RL then keeps frozen."""
 
 import dataclasses
 import functools
@@ -6,10 +6,13 @@ import logging
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -23,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 CONTEXT_TOKENS = 64
 EXPERTS_PER_TOKEN = 2
+_GROUPED_QUERIES = {"num_key_value_heads": 2, "head_dim": 32}
 _IGNORED_LABEL = -100
 _LOG_EVERY_STEPS = 100
 _WARMUP_STEPS = 50
@@ -38,7 +42,9 @@ class PretrainConfig:
     Args:
         hidden_size: width of the residual stream; a multiple of 64.
         num_layers: decoder layers.
-        num_experts: experts in every layer, each as wide as the residual stream, two for each token; 0 for a dense model.
+        num_experts: experts in a layer, each as wide as the residual stream, two for each token; 0 for a dense model.
+        latent_attention: DeepSeek-V3, which Kimi-K2 is too, in place of Qwen3: attention over latents, a shared expert, and a
+            dense first layer.
         num_right_steps: optimiser steps on right sums.
         num_careless_steps: optimiser steps on the corpus with mistakes, while the learning rate falls to 0.
         forgotten_carry_rate: share of that corpus in which carries are forgotten.
@@ -53,6 +59,7 @@ class PretrainConfig:
     hidden_size: int = 128
     num_layers: int = 4
     num_experts: int = 0
+    latent_attention: bool = False
     num_right_steps: int = 500
     num_careless_steps: int = 200
     forgotten_carry_rate: float = 0.7
@@ -65,19 +72,19 @@ class PretrainConfig:
             raise ValueError(f"hidden_size {self.hidden_size}: must be a multiple of 64, two heads of 32 a group")
         if self.num_experts and self.num_experts < EXPERTS_PER_TOKEN:
             raise ValueError(f"num_experts {self.num_experts}: must be 0 or at least {EXPERTS_PER_TOKEN}")
+        if self.latent_attention and not self.num_experts:
+            raise ValueError("latent_attention with num_experts 0: the family has experts; set num_experts, e.g. to 8")
         if not 0 <= self.forgotten_carry_rate <= 1:
             raise ValueError(f"forgotten_carry_rate {self.forgotten_carry_rate}: must be a share between 0 and 1")
 
 
-def model_config(config: PretrainConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen3Config | Qwen3MoeConfig:
-    """The architecture: grouped-query attention, untied head, BF16 on disk."""
-    experts = {
-        "num_experts": config.num_experts,
-        "num_experts_per_tok": EXPERTS_PER_TOKEN,
-        "moe_intermediate_size": config.hidden_size,
-        "norm_topk_prob": True,
-    }
-    family, fields = (Qwen3MoeConfig, experts) if config.num_experts else (Qwen3Config, {})
+def model_config(config: PretrainConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
+    """The architecture: untied head, BF16 on disk."""
+    family, fields = Qwen3Config, _GROUPED_QUERIES
+    if config.latent_attention:
+        family, fields = DeepseekV3Config, _deepseek(config)
+    elif config.num_experts:
+        family, fields = Qwen3MoeConfig, fields | {"num_experts": config.num_experts} | _experts(config)
     return family(
         **fields,
         vocab_size=len(tokenizer),
@@ -85,14 +92,42 @@ def model_config(config: PretrainConfig, tokenizer: PreTrainedTokenizerFast) -> 
         intermediate_size=3 * config.hidden_size,
         num_hidden_layers=config.num_layers,
         num_attention_heads=config.hidden_size // 32,
-        num_key_value_heads=2,
-        head_dim=32,
         max_position_embeddings=CONTEXT_TOKENS,
         tie_word_embeddings=False,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
+
+
+def _experts(config: PretrainConfig) -> dict[str, Any]:
+    return {
+        "num_experts_per_tok": EXPERTS_PER_TOKEN,
+        "moe_intermediate_size": config.hidden_size,
+        "norm_topk_prob": True,
+    }
+
+
+def _deepseek(config: PretrainConfig) -> dict[str, Any]:
+    """Kimi-K2's proportions where they matter: one group of experts, a query latent half as wide as the residual stream."""
+    return _experts(config) | {
+        "n_routed_experts": config.num_experts,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.827,
+        "q_lora_rank": config.hidden_size // 2,
+        "kv_lora_rank": config.hidden_size // 2,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        # SGLang reads these from the published configurations; transformers has no such fields.
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "moe_layer_freq": 1,
+        "num_nextn_predict_layers": 0,
+    }
 
 
 def pretrain(config: PretrainConfig, problems: list[Problem], out: Path) -> None:
@@ -121,8 +156,17 @@ def pretrain(config: PretrainConfig, problems: list[Problem], out: Path) -> None
         schedule.step()
         if step % _LOG_EVERY_STEPS == 0:
             logger.info("step %d of %d: loss %.3f, %.0f s", step, num_steps, loss.item(), time.monotonic() - start)
-    model.to(torch.bfloat16).save_pretrained(out)
+    model.to(torch.bfloat16)
+    _keep_router_biases(model)
+    model.save_pretrained(out)
     tokenizer.save_pretrained(out)
+
+
+def _keep_router_biases(model: PreTrainedModel) -> None:
+    """Checkpoints of DeepSeek-V3 hold them in fp32; they stay 0 here, since nothing balances the experts."""
+    for module in model.modules():
+        if hasattr(module, "e_score_correction_bias"):
+            module.e_score_correction_bias = module.e_score_correction_bias.float()
 
 
 def greedy_accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, problems: list[Problem]) -> float:

@@ -1,4 +1,4 @@
-# Sourced by recipes/tiny_arithmetic*.sh and recipes/tiny_moe_*.sh: one recipe for every frozen base.
+# Sourced by recipes/tiny_*.sh: one recipe for every frozen base.
 #
 # MODEL_PATH, TRAIN_FILES, VAL_FILES  local paths; made under runs/cache when unset. Another model is used as it is stored
 # OUTPUT_DIR                          metrics.jsonl, checkpoints; runs/<name of the recipe> when unset
@@ -11,22 +11,33 @@ tiny_arithmetic() {
     local precision="$1" name=tiny_arithmetic
     shift
     if [[ "$precision" != bf16 ]]; then name+="_$precision"; fi
-    arithmetic "$name" tiny_arithmetic "$precision" 0 "$@"
+    arithmetic "$name" tiny_arithmetic "$precision" "" "$@"
 }
 
 # tiny_moe PRECISION OVERRIDE...: eight experts in every layer, two for each token.
 tiny_moe() {
     local precision="$1"
     shift
-    arithmetic "tiny_moe_$precision" tiny_moe "$precision" 8 "$@"
+    arithmetic "tiny_moe_$precision" tiny_moe "$precision" "--num-experts 8" "$@"
 }
 
-# arithmetic NAME BASE PRECISION NUM_EXPERTS OVERRIDE...
+# tiny_mla_moe PRECISION OVERRIDE...: Kimi-K2 in small. Only the routed experts are quantised, and every linear is adapted.
+tiny_mla_moe() {
+    local precision="$1"
+    shift
+    QUANTIZE_OPTIONS=(--experts-only)
+    arithmetic "tiny_mla_moe_$precision" tiny_mla_moe "$precision" "--num-experts 8 --latent-attention" \
+        "orbit.adapter.target_modules=[q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj,gate_proj,up_proj,down_proj]" \
+        "$@"
+}
+
+# arithmetic NAME BASE PRECISION BASE_OPTIONS OVERRIDE...
 #
 # 64 prompts x 4 samples a step in two optimiser steps; lr 1e-4, since 3e-4 oscillates and 1e-3 collapses.
 # Two sequences at a time make generation the bottleneck, as long answers do: versions change under running requests.
 arithmetic() {
-    local name="$1" base="$2" precision="$3" num_experts="$4" seed="${SEED:-0}" prepared
+    local name="$1" base="$2" precision="$3" base_options seed="${SEED:-0}" prepared
+    read -ra base_options <<<"$4"
     shift 4
     prepared="$ROOT/runs/cache/${base}_seed$seed"
     OUTPUT_DIR="${OUTPUT_DIR:-$ROOT/runs/$name}"
@@ -34,7 +45,7 @@ arithmetic() {
     input TRAIN_FILES "$prepared/train.parquet"
     input VAL_FILES "$prepared/val.parquet"
     prepare_once "$prepared" "$PYTHON" -m recipes.tiny_arithmetic.prepare --out "$prepared" --seed "$seed" \
-        --num-experts "$num_experts"
+        "${base_options[@]}"
     quantize_once "$prepared" "$precision"
 
     run_recipe "${ONE_SMALL_MACHINE[@]}" \

@@ -6,7 +6,13 @@ from collections import namedtuple
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from typer.testing import CliRunner
 
 from orbit_cli import quantize as quantize_module
@@ -237,3 +243,55 @@ def test_the_command_says_what_is_wrong(model_folder, tmp_path):
     assert result.exit_code == 1
     assert "error:" in result.output and "safetensors" in result.output
     assert CliRunner().invoke(app, [*arguments[:3], "--format", "gptq", "--out", "x"]).exit_code == 2
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """A random DeepSeek-V3 with a dense first layer and a shared expert."""
+    folder = tmp_path_factory.mktemp("mixture")
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        first_k_dense_replace=1,
+        num_attention_heads=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=16,
+        v_head_dim=16,
+    )
+    DeepseekV3ForCausalLM(config).bfloat16().save_pretrained(folder)
+    return folder
+
+
+def test_experts_only_leaves_everything_else_as_it_is(mixture, tmp_path):
+    quantize_checkpoint(mixture, tmp_path / "out", format_name="int4", experts_only=True)
+    before, after = HFCheckpoint(mixture), HFCheckpoint(tmp_path / "out")
+    packed = {name.removesuffix(".weight_packed") for name in after.specs if name.endswith(".weight_packed")}
+    assert packed == {name.removesuffix(".weight") for name in before.specs if ".mlp.experts." in name}
+    kept = [name for name in before.specs if ".mlp.experts." not in name]
+    assert all(torch.equal(before.tensor(name), after.tensor(name)) for name in kept)
+    scheme = scheme_of(tmp_path / "out")
+    modules = {name.removesuffix(".weight") for name in kept if name.endswith("_proj.weight") or "with_mqa" in name}
+    assert "model.layers.1.self_attn.kv_a_proj_with_mqa" in modules
+    assert {scheme.format_of(module).name for module in modules} == {"bf16"}
+    assert {scheme.format_of(module).name for module in packed} == {"int4"}
+
+
+def test_latent_projections_are_linears_like_any_other(mixture, tmp_path):
+    quantize_checkpoint(mixture, tmp_path / "out", format_name="int4")
+    assert "model.layers.0.self_attn.kv_a_proj_with_mqa.weight_packed" in HFCheckpoint(tmp_path / "out").specs
+
+
+def test_experts_only_of_a_dense_model_is_refused(model_folder, tmp_path):
+    with pytest.raises(ValueError, match=r"--experts-only like model\.layers\.0\.mlp\.experts\.0\.up_proj"):
+        quantize_checkpoint(model_folder, tmp_path / "out", format_name="int4", experts_only=True)
+    assert not (tmp_path / "out").exists()

@@ -1,9 +1,11 @@
-"""A run of a mixture of experts on an INT4 base: adapters on attention and on every expert reach the server."""
+"""Runs of mixtures of experts on INT4 bases: adapters on attention and on every expert reach the server."""
+
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, Qwen3MoeConfig
 
 from orbit_cli.quantize import quantize_checkpoint
 from recipes.tiny_arithmetic.tokenizer import build_tokenizer
@@ -21,38 +23,72 @@ SYNC = (
 EXPERTS, LAYERS = 8, 2
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("moe")
+FAMILIES = {
+    "qwen3": (
+        Qwen3MoeConfig,
+        {"num_experts": EXPERTS, "norm_topk_prob": True, "num_key_value_heads": 2, "head_dim": 16},
+    ),
+    "deepseek": (
+        DeepseekV3Config,
+        {
+            "n_routed_experts": EXPERTS,
+            "first_k_dense_replace": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "q_lora_rank": 32,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 16,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+            "moe_layer_freq": 1,
+            "num_nextn_predict_layers": 0,
+        },
+    ),
+}
+OVERRIDES = {
+    "qwen3": (),
+    "deepseek": (
+        "orbit.adapter.target_modules=[q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj,gate_proj,up_proj,down_proj]",
+    ),
+}
+# The first layer that has experts, and a target outside of them.
+EXPECTED = {"qwen3": (0, "self_attn.q_proj"), "deepseek": (1, "self_attn.kv_b_proj")}
+
+
+def save_model(family: str, folder: Path) -> Path:
+    """A random model whose experts are in INT4."""
     tokenizer = build_tokenizer(64)
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=64,
-        num_experts=EXPERTS,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+    config, fields = FAMILIES[family]
+    model = AutoModelForCausalLM.from_config(
+        config(
+            **fields,
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=128,
+            moe_intermediate_size=64,
+            num_experts_per_tok=2,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=4,
+            max_position_embeddings=64,
+            initializer_range=0.2,
+            tie_word_embeddings=False,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
     )
-    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "bf16")
+    model.to(torch.bfloat16).save_pretrained(folder / "bf16")
     tokenizer.save_pretrained(folder / "bf16")
-    quantize_checkpoint(folder / "bf16", folder / "int4", format_name="int4", group_size=32)
+    quantize_checkpoint(folder / "bf16", folder / "int4", format_name="int4", experts_only=family == "deepseek")
     assert AutoTokenizer.from_pretrained(folder / "int4").eos_token_id == tokenizer.eos_token_id
     return folder / "int4"
 
 
-def test_a_short_run(train, model, tmp_path):
-    run = train(model, tmp_path / "run", *SYNC)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_short_run(train, family, tmp_path):
+    run = train(save_model(family, tmp_path / "model"), tmp_path / "run", *SYNC, *OVERRIDES[family])
     assert run.status == 0, run.log[-3000:]
     for number, step in enumerate(run.steps, start=1):
         assert step["orbit/version/trainer"] == step["orbit/version/served"] == number + 1
@@ -60,8 +96,10 @@ def test_a_short_run(train, model, tmp_path):
         assert step["orbit/parity/logprob_abs_diff_mean"] <= 5e-3
         assert step["orbit/parity/logprob_abs_diff_max"] <= 0.1
     adapter = load_file(run.folder / "checkpoints" / "adapter" / "adapter_model.safetensors")
-    names = [f"layers.{layer}.mlp.experts.{expert}.down_proj" for layer in range(LAYERS) for expert in range(EXPERTS)]
+    first, other_target = EXPECTED[family]
+    layers = range(first, LAYERS)
+    names = [f"layers.{layer}.mlp.experts.{expert}.down_proj" for layer in layers for expert in range(EXPERTS)]
     trained = [name for name, tensor in adapter.items() if tensor.any()]
     assert sum(any(name in tensor for tensor in adapter) for name in names) == len(names)
     assert sum(any(name in tensor for tensor in trained) for name in names) > len(names) // 2
-    assert any("self_attn.q_proj" in name for name in trained)
+    assert any(other_target in name for name in trained)
