@@ -148,10 +148,14 @@ class TrainerAdapter:
         return {"orbit/oft/orthogonality_error_max": error}
 
     def _check_targets(self) -> None:
-        leaves = {module.rsplit(".", 1)[-1] for module in self._shapes}
-        unknown = sorted(set(self.config.target_modules) - leaves)
+        names = [f".{module}" for module in self._shapes]
+        unknown = [t for t in self.config.target_modules if not any(name.endswith(f".{t}") for name in names)]
         if unknown:
-            raise ValueError(f"target_modules {unknown} match no linear of the model; known: {sorted(leaves)}")
+            known = sorted({name.rpartition(".")[2] for name in names})
+            raise ValueError(
+                f"target_modules {unknown} match no linear of the model; known: {known}, or with what stands in front of "
+                "them, e.g. shared_experts.up_proj"
+            )
         for module, shape in self._shapes.items():
             if self.config.targets(module):
                 self.config.method.shapes(*shape, module)

@@ -28,7 +28,7 @@ class AdapterSettings:
     experts: Literal["each", "shared"] = "each"
     """An adapter for each routed expert, or one that all experts of a layer share and that rotates before dispatch (OFT, tied)."""
     target_modules: tuple[str, ...] = LINEAR_TARGETS
-    """Hugging Face leaf names of the linears that carry the adapter."""
+    """Linears that carry the adapter, by the last parts of their Hugging Face names: up_proj, or shared_experts.up_proj."""
     dtype: Literal["bf16", "fp32"] = "bf16"
     """Precision in which the adapter is applied and sent; the optimiser keeps fp32 masters either way."""
     init_path: str | None = None

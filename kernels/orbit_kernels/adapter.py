@@ -27,7 +27,7 @@ class AdapterConfig:
 
     Args:
         method: how each linear is adapted, with the method's own numbers.
-        target_modules: leaf names of the linears that carry the adapter.
+        target_modules: linears that carry the adapter, by the last parts of their names, as peft reads them.
         layers: decoder layers that carry the adapter, ``None`` for all of them (peft's ``layers_to_transform``).
 
     Raises:

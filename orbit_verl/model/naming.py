@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from orbit_kernels.formats import Bf16Format
 from orbit_kernels.manifest import BaseManifest, Cut
 from orbit_verl.config import AdapterSettings
 from orbit_verl.model.latent_attention import FrozenLatentAttention
@@ -74,7 +73,7 @@ def named_tensors(model: FrozenGPTModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def base_manifest(model: FrozenGPTModel, cuts: Mapping[str, Sequence[Cut]] | None = None) -> BaseManifest:
-    """What the live base is: the format of each linear, and dtype, shape and digest of each stored tensor.
+    """What the live base is: the format of each linear but the routers, and dtype, shape and digest of each stored tensor.
 
     Args:
         model: the trainer's.
@@ -85,9 +84,6 @@ def base_manifest(model: FrozenGPTModel, cuts: Mapping[str, Sequence[Cut]] | Non
         for prefix, linear in frozen_linears(model)
         for part, stored in linear.stored_parts().items()
     }
-    for prefix, layer in _layers(model):
-        if isinstance(layer.mlp, FrozenMoE):
-            formats[f"{prefix}.mlp.gate"] = Bf16Format(dtype=layer.mlp.router.weight.dtype)
     return BaseManifest.of(formats, named_tensors(model), cuts)
 
 

@@ -28,6 +28,13 @@ YARN = {
     "beta_slow": 1.0,
     "original_max_position_embeddings": 128,
 }
+# What published configurations say, and SGLang reads, beyond transformers' own fields.
+PUBLISHED_FIELDS = {
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "moe_layer_freq": 1,
+    "num_nextn_predict_layers": 0,
+}
 
 
 def write_moe(folder: Path, dtype: torch.dtype, **config) -> Path:
@@ -70,13 +77,14 @@ def write_deepseek(folder: Path, dtype: torch.dtype, **config) -> Path:
         "topk_group": 1,
         "routed_scaling_factor": 2.5,
         "rope_parameters": YARN,
+        **PUBLISHED_FIELDS,
     }
     model = DeepseekV3ForCausalLM(DeepseekV3Config(**fields | config))
     _randomise_norms(model)
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            torch.nn.init.normal_(buffer, 0.0, 0.1)
-    model.to(dtype).save_pretrained(folder)
+    model.to(dtype)
+    for layer in model.model.layers[1:]:  # its bias is fp32 in every checkpoint
+        layer.mlp.gate.e_score_correction_bias = 0.1 * torch.randn(EXPERTS)
+    model.save_pretrained(folder)
     return folder
 
 

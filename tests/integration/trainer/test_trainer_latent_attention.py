@@ -157,6 +157,17 @@ def test_a_configuration_that_would_be_computed_otherwise_is_refused(deepseek, f
         DecoderArchitecture.from_hf(config)
 
 
+def test_targets_may_leave_the_routed_experts_out(deepseek):
+    """By what stands in front of a name, as peft reads it."""
+    targets = ("q_b_proj", "shared_experts.up_proj", "shared_experts.gate_proj", "mlp.down_proj")
+    names = set(engine_of(deepseek[torch.float32], target_modules=targets).export_adapter().tensors)
+    stems = {name.removeprefix("base_model.model.model.layers.").removesuffix(".oft_R.weight") for name in names}
+    shared = {f"{layer}.mlp.shared_experts.{part}_proj" for layer in (1, 2) for part in ("gate", "up")}
+    assert stems == {"0.mlp.down_proj", *shared, *(f"{layer}.self_attn.q_b_proj" for layer in range(3))}
+    with pytest.raises(ValueError, match=r"\['shared_experts.q_proj'\] match no linear"):
+        engine_of(deepseek[torch.float32], target_modules=("q_b_proj", "shared_experts.q_proj"))
+
+
 def test_lora_on_the_absorbed_projection_is_refused(deepseek):
     with pytest.raises(ValueError, match=r"kv_b_proj.*absorbed.*use oft"):
         engine_of(deepseek[torch.float32], type="lora")

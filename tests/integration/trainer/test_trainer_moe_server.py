@@ -1,4 +1,4 @@
-"""Qwen3-MoE: the server against the trainer per token, adapters on attention and experts non-zero."""
+"""Qwen3-MoE and DeepSeek-V3: the server against the trainer per token, adapters on all linears non-zero."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from moe_support import write_moe
+from moe_support import LATENT_TARGETS, write_deepseek, write_moe
 from quantized import quantize, weight_format
 from trainer_support import log_probs, make_engine, randomise
 
@@ -29,14 +29,25 @@ ADAPTERS = {
 }
 
 
+FAMILIES = {
+    "qwen3": lambda folder, dtype: write_moe(folder, dtype, initializer_range=0.05, mlp_only_layers=[]),
+    "deepseek": lambda folder, dtype: write_deepseek(folder, dtype, initializer_range=0.05),
+}
 CASES = [
-    *(("plain", "float32", "none", kind) for kind in ADAPTERS),
-    ("int4", "float32", "none", "oft-split"),
-    ("fp8_ue8m0", "float32", "deployed", "oft-tied"),
-    ("mxfp4", "float32", "none", "lora-tied"),
-    ("nvfp4", "float32", "deployed", "oft-split"),
-    ("plain", "bfloat16", "none", "oft-tied"),
-    ("int4", "bfloat16", "none", "oft-tied"),
+    *(("qwen3", "plain", "float32", "none", kind) for kind in ADAPTERS),
+    ("qwen3", "int4", "float32", "none", "oft-split"),
+    ("qwen3", "fp8_ue8m0", "float32", "deployed", "oft-tied"),
+    ("qwen3", "mxfp4", "float32", "none", "lora-tied"),
+    ("qwen3", "nvfp4", "float32", "deployed", "oft-split"),
+    ("qwen3", "plain", "bfloat16", "none", "oft-tied"),
+    ("qwen3", "int4", "bfloat16", "none", "oft-tied"),
+    *(("deepseek", "plain", "float32", "none", kind) for kind in ADAPTERS),
+    ("deepseek", "int4", "float32", "none", "oft-split"),
+    ("deepseek", "fp8_ue8m0", "float32", "deployed", "oft-tied"),
+    ("deepseek", "mxfp4", "float32", "none", "lora-tied"),
+    ("deepseek", "nvfp4", "float32", "deployed", "oft-split"),
+    ("deepseek", "plain", "bfloat16", "none", "oft-tied"),
+    ("deepseek", "int4", "bfloat16", "none", "oft-tied"),
 ]
 
 
@@ -53,9 +64,9 @@ def results(tmp_path_factory):
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_server_equals_trainer_per_token(results, case):
-    _, dtype, activations, kind = case
+    family, _, dtype, activations, kind = case
     folder, served = results[case]
-    engine = _engine(folder, activations, kind)
+    engine = _engine(folder, family, activations, kind)
     assert first_difference(engine.base_manifest(), BaseManifest(**served["manifest"]), ("trainer", "server")) is None
     mean, largest = BOUNDS[dtype]
     with engine.disable_adapter():
@@ -68,15 +79,15 @@ def test_server_equals_trainer_per_token(results, case):
     assert (adapted - without).abs().mean() > 10 * mean
 
 
-def _case(root: Path, name: str, dtype: str, activations: str, kind: str) -> dict:
-    folder = root / f"{name}-{dtype}"
-    if not (root / f"plain-{dtype}").exists():
-        write_moe(root / f"plain-{dtype}", DTYPES[dtype], initializer_range=0.05, mlp_only_layers=[])
+def _case(root: Path, family: str, name: str, dtype: str, activations: str, kind: str) -> dict:
+    folder, plain = (root / f"{family}-{stored_as}-{dtype}" for stored_as in (name, "plain"))
+    if not plain.exists():
+        FAMILIES[family](plain, DTYPES[dtype])
     if not folder.exists():
-        quantize(root / f"plain-{dtype}", weight_format(name, DTYPES[dtype]), folder)
-    stem = "-".join((name, dtype, activations, kind))
+        quantize(plain, weight_format(name, DTYPES[dtype]), folder)
+    stem = "-".join((family, name, dtype, activations, kind))
     adapter = root / f"{stem}.safetensors"
-    adapter.write_bytes(_engine(folder, activations, kind).export_adapter().encode())
+    adapter.write_bytes(_engine(folder, family, activations, kind).export_adapter().encode())
     options = {
         "dtype": dtype,
         "orbit_base_activations": activations,
@@ -93,8 +104,12 @@ def _case(root: Path, name: str, dtype: str, activations: str, kind: str) -> dic
     }
 
 
-def _engine(folder: Path, activations: str, kind: str) -> OrbitEngine:
-    engine = make_engine(folder, base=BaseSettings(activations=activations), **ADAPTERS[kind])
+def _engine(folder: Path, family: str, activations: str, kind: str) -> OrbitEngine:
+    options = dict(ADAPTERS[kind])
+    if family == "deepseek":
+        unlike = {"kv_b_proj"} if options.get("type") == "lora" else set()
+        options["target_modules"] = tuple(target for target in LATENT_TARGETS if target not in unlike)
+    engine = make_engine(folder, base=BaseSettings(activations=activations), **options)
     randomise(engine)
     assert any(".experts." in name for name in engine.export_adapter().tensors)
     return engine
