@@ -82,7 +82,7 @@ class BaseManifest:
 
     @classmethod
     def union(cls, ranks: Sequence["BaseManifest"]) -> "BaseManifest":
-        """What the ranks of a server hold together; what several hold is the same.
+        """What the ranks of a server, or of a trainer, hold together; what several hold is the same.
 
         Raises:
             ValueError: ranks hold different things under one name; both are given.
@@ -95,7 +95,7 @@ class BaseManifest:
                 holders = ("the ranks before", f"rank {rank}")
                 difference = _first_difference(_only(ours, common), _only(theirs, common), holders)
                 if difference is not None:
-                    raise ValueError(f"the ranks of one server hold different bases: {difference}")
+                    raise ValueError(f"ranks that hold one base together differ: {difference}")
                 ours |= theirs
         return joined
 

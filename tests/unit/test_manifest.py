@@ -143,7 +143,9 @@ def test_ranks_that_hold_different_things_under_one_name_are_refused():
     def flip(tensors):
         tensors["model.norm.weight"][3] = 2.0
 
-    with pytest.raises(ValueError, match=r"one server.*model.norm.weight: sha256 is .* in the ranks before.*in rank 1"):
+    with pytest.raises(
+        ValueError, match=r"one base together.*model.norm.weight: sha256 is .* in the ranks before.*in rank 1"
+    ):
         BaseManifest.union([manifest_in_parts(in_parts()), manifest_in_parts(in_parts(), flip)])
 
 

@@ -51,15 +51,35 @@ def expert_mlp(
             "must be [T, D], [T, K] and [T, K]"
         )
     dispatch = Dispatch.of(ids_TK, len(experts))
-    if not dispatch.experts:
-        return torch.zeros_like(x_TD)
     rows_RD = gather(adapter.before_dispatch(x_TD), dispatch)
+    outputs_RD = expert_outputs(rows_RD, dispatch, experts, buffer=buffer, activations=activations, adapter=adapter)
+    return combine(outputs_RD, weights_TK, dispatch)
+
+
+def expert_outputs(
+    rows_RD: torch.Tensor,
+    dispatch: Dispatch,
+    experts: FrozenExperts,
+    *,
+    buffer: ChunkBuffer,
+    activations: Activations,
+    adapter: ExpertAdapter,
+) -> torch.Tensor:
+    """Each row through its own expert, before the router's weights: [R, D]; the rows themselves where there are none.
+
+    Args:
+        rows_RD: grouped by expert, as ``gather`` returns them.
+        dispatch: whose rows they are.
+        experts, buffer, activations, adapter: see ``expert_mlp``.
+    """
+    if not dispatch.experts:
+        return rows_RD
     chunks = list(dispatch.chunks(buffer.num_experts))
     outputs = [
         _chunk_mlp(chunk_RD, chunk, experts, buffer, activations, adapter)
         for chunk_RD, chunk in zip(rows_RD.split([sum(chunk.counts) for chunk in chunks]), chunks, strict=True)
     ]
-    return combine(torch.cat(outputs), weights_TK, dispatch)
+    return torch.cat(outputs)
 
 
 def _chunk_mlp(
