@@ -1,4 +1,8 @@
-"""The trained part of the policy: one adapter over all frozen linears of a model."""
+"""The trained part of the policy: one adapter over all frozen linears of a model.
+
+With expert parallelism a rank holds the adapters of its own experts. What leaves or enters a process is the whole adapter:
+``whole``, ``export`` and ``load``; snapshots are of what the rank holds.
+"""
 
 import contextlib
 import hashlib
@@ -17,7 +21,9 @@ from orbit_kernels import oft
 from orbit_kernels.adapter import AdapterConfig, tensor_name
 from orbit_kernels.wire import Adapter
 from orbit_verl.config import AdapterSettings
+from orbit_verl.gathering import gather_scalars, whole_tensors
 from orbit_verl.model.adapters import ADAPTERS, OFTAdapter
+from orbit_verl.model.layout import ExpertLayout
 from orbit_verl.model.linear import FrozenLinear
 
 logger = logging.getLogger(__name__)
@@ -37,20 +43,23 @@ class TrainerAdapter:
     Args:
         linears: each with the Hugging Face name of the module that holds its parts (``model.frozen_linears``).
         settings: kind, sizes, targets and precision.
+        layout: which experts this rank holds.
 
     Raises:
         ValueError: the targets match no linear, the method cannot adapt one of them, or ``fused="tied"`` asks OFT to
             rotate only some parts of a fused projection.
     """
 
-    def __init__(self, linears: Sequence[tuple[str, FrozenLinear]], settings: AdapterSettings):
+    def __init__(self, linears: Sequence[tuple[str, FrozenLinear]], settings: AdapterSettings, layout: ExpertLayout):
         self.config = settings.to_adapter_config()
+        self._layout = layout
         self.dtype = _DTYPES[settings.dtype]
         self._linears = [linear for _, linear in linears]
         self._shapes = {
-            f"{prefix}.{part}": (rows, linear.input_size)
+            module: (rows, linear.input_size)
             for prefix, linear in linears
             for part, rows in linear.parts.items()
+            for module in layout.of_every_rank(f"{prefix}.{part}")
         }
         self._check_targets()
         self._tensors: dict[str, nn.Parameter] = {}
@@ -58,7 +67,7 @@ class TrainerAdapter:
             self._attach(prefix, linear, settings)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """The trained tensors by peft's name; one that several parts share goes by its first part's name."""
+        """This rank's trained tensors by peft's name; one that several parts share goes by its first part's name."""
         first: dict[int, str] = {}
         for name, tensor in self._tensors.items():
             first.setdefault(id(tensor), name)
@@ -66,16 +75,20 @@ class TrainerAdapter:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the trained tensors. An export is larger when parts share one, as peft has no shared tensors."""
+        """Size of this rank's trained tensors. An export is larger when parts share one, as peft has no shared tensors."""
         return sum(parameter.nbytes for parameter in self.named_parameters().values())
 
+    def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Copies of all ranks' tensors under peft's names, one for each part; all ranks of an expert group iterate."""
+        return whole_tensors(self._tensors, lambda name: {name: self._tensors[name]}, self._layout)
+
     def export(self) -> Adapter:
-        """A copy under peft's names, one tensor for each part; later training does not change it."""
-        return Adapter({name: tensor.detach().clone() for name, tensor in self._tensors.items()}, self.config)
+        """A copy of the whole adapter, on every rank of an expert group; later training does not change it."""
+        return Adapter(dict(self.whole()), self.config)
 
     @torch.no_grad()
     def load(self, adapter: Adapter) -> None:
-        """Replace the trained tensors.
+        """Replace the trained tensors by those of a whole adapter, of which each rank takes its own.
 
         Raises:
             ValueError: another configuration or dtype, parts that share a tensor differ, or ``Adapter.check`` refuses.
@@ -103,17 +116,17 @@ class TrainerAdapter:
                 linear.adapter_enabled = enabled
 
     @contextlib.contextmanager
-    def replaced_by(self, other: Adapter) -> Iterator[None]:
-        """Run the body with another adapter's tensors; the own ones are back afterwards even when the body raises."""
+    def replaced_by(self, snapshot: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Run the body with a snapshot's tensors; the own ones are back afterwards even when the body raises."""
         own = self.snapshot()
-        self.load(other)
+        self.restore(snapshot)
         try:
             yield
         finally:
             self.restore(own)
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """Clones of the trained tensors by ``named_parameters``' names; on a CPU too, where ``.cpu()`` would alias."""
+        """Clones of this rank's tensors by ``named_parameters``' names; on a CPU too, where ``.cpu()`` would alias."""
         return {name: parameter.detach().clone() for name, parameter in self.named_parameters().items()}
 
     @torch.no_grad()
@@ -133,11 +146,16 @@ class TrainerAdapter:
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:
-        """Metrics of the method: OFT's largest orthogonality error, about which a warning is logged past the limit."""
+        """Metrics of the method over all ranks' tensors; all ranks of an expert group call it.
+
+        OFT's is the largest orthogonality error, about which a warning is logged past the limit.
+        """
         adapters = [linear.adapter for linear in self._linears if isinstance(linear.adapter, OFTAdapter)]
         if not adapters:
             return {}
         error = max(oft.orthogonality_error(r).max().item() for adapter in adapters for r in adapter.rotations())
+        if self._layout.size > 1:
+            error = max(gather_scalars(error))
         if error > ORTHOGONALITY_LIMIT:
             logger.warning(
                 "orthogonality error %.3g is above %.3g: the Cayley-Neumann series no longer rotates; lower the learning "
@@ -180,14 +198,17 @@ class TrainerAdapter:
     def _check_values(self, adapter: Adapter) -> None:
         first: dict[int, str] = {}
         for name, parameter in self._tensors.items():
-            shared = first.setdefault(id(parameter), name)
-            if not torch.equal(adapter.tensors[name], adapter.tensors[shared]):
-                raise ValueError(f"{name} differs from {shared}: fused='tied' shares one tensor; set fused='split'")
-            dtype = adapter.tensors[name].dtype
-            if torch.promote_types(dtype, self.dtype) != self.dtype:
-                raise ValueError(
-                    f"{name} is {dtype}: a {self.dtype} adapter would round it; set orbit.adapter.dtype=fp32"
-                )
+            sharing = first.setdefault(id(parameter), name)
+            # Those of other ranks too, so that all ranks refuse alike.
+            for of_rank, shared in zip(*map(self._layout.of_every_rank, (name, sharing)), strict=True):
+                self._check_value(adapter, of_rank, shared)
+
+    def _check_value(self, adapter: Adapter, name: str, shared: str) -> None:
+        if not torch.equal(adapter.tensors[name], adapter.tensors[shared]):
+            raise ValueError(f"{name} differs from {shared}: fused='tied' shares one tensor; set fused='split'")
+        dtype = adapter.tensors[name].dtype
+        if torch.promote_types(dtype, self.dtype) != self.dtype:
+            raise ValueError(f"{name} is {dtype}: a {self.dtype} adapter would round it; set orbit.adapter.dtype=fp32")
 
 
 def read_peft_folder(folder: str | Path) -> Adapter:

@@ -3,7 +3,10 @@
 <folder>/adapter/                    peft's own format; loads anywhere
 <folder>/optimizer.safetensors       fp32 masters, moments, step counts
 <folder>/rng_rank_<r>.safetensors    random-number states of rank r
-<folder>/state.json                  scheduler, version, global step, digest of the base, of the reference
+<folder>/state.json                  scheduler, version, global step, number of ranks, digest of the base, of the reference
+
+Adapter and optimiser state are whole, under peft's names, however the ranks divided them: another number of ranks, or another
+expert parallelism, resumes with the same bits. Random-number states belong to ranks and are then left as they are.
 """
 
 import dataclasses
@@ -26,7 +29,7 @@ from orbit_verl.adapter import read_peft_folder, write_peft_folder
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 2
+_FORMAT = 3
 _ADAPTER, _OPTIMIZER, _STATE = "adapter", "optimizer.safetensors", "state.json"
 
 
@@ -35,10 +38,11 @@ class TrainingState:
     """What a checkpoint holds.
 
     Args:
-        adapter: the policy.
-        optimizer: ``AdapterOptimizer.state_tensors``, ``None`` when it is left out.
+        adapter: the policy, whole; only the first rank's is written.
+        optimizer: ``AdapterOptimizer.whole_state``, ``None`` when it is left out; only the first rank's is written.
         scheduler: the schedule's state as plain numbers, ``None`` when it is left out.
-        rng: random-number states as tensors, empty when they are left out.
+        rng: this rank's random-number states as tensors, empty when they are left out or of another number of ranks.
+        num_ranks: that saved it.
         base_digest: of the frozen model that the adapter was trained on.
         reference_digest: of the adapter that the KL terms refer to, ``None`` for the base model.
         version: the adapter's version, as the servers know it.
@@ -49,6 +53,7 @@ class TrainingState:
     optimizer: Mapping[str, torch.Tensor] | None
     scheduler: Mapping[str, Any] | None
     rng: Mapping[str, torch.Tensor]
+    num_ranks: int
     base_digest: str
     reference_digest: str | None
     version: int
@@ -67,7 +72,7 @@ def save(folder: str | Path, state: TrainingState) -> None:
         (partial / _STATE).write_text(json.dumps(_header(state), indent=2, sort_keys=True))
     dist.barrier()
     if state.rng:
-        _write_tensors(partial / _rng_file(), state.rng)
+        _write_tensors(partial / _rng_file(dist.get_rank()), state.rng)
     dist.barrier()
     if dist.get_rank() == 0:
         _replace(folder, partial)
@@ -83,11 +88,11 @@ def load(folder: str | Path) -> TrainingState:
     """
     folder = Path(folder)
     header = _read_header(folder / _STATE)
-    optimizer, rng = folder / _OPTIMIZER, folder / _rng_file()
+    optimizer = folder / _OPTIMIZER
     return TrainingState(
         adapter=read_peft_folder(folder / _ADAPTER),
         optimizer=_read_tensors(optimizer) if optimizer.exists() else None,
-        rng=_read_tensors(rng) if rng.exists() else {},
+        rng=_read_rng(folder, header["num_ranks"]),
         **header,
     )
 
@@ -137,7 +142,7 @@ class Retention:
 
 
 def _header(state: TrainingState) -> dict[str, Any]:
-    names = ("scheduler", "base_digest", "reference_digest", "version", "global_step")
+    names = ("scheduler", "num_ranks", "base_digest", "reference_digest", "version", "global_step")
     return {"format": _FORMAT} | {name: getattr(state, name) for name in names}
 
 
@@ -165,8 +170,16 @@ def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     safetensors.torch.save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path)
 
 
-def _rng_file() -> str:
-    return f"rng_rank_{dist.get_rank()}.safetensors"
+def _read_rng(folder: Path, num_ranks: int) -> dict[str, torch.Tensor]:
+    """This rank's; nothing when those of one rank are missing, so that all ranks refuse alike."""
+    files = [folder / _rng_file(rank) for rank in range(num_ranks)]
+    if num_ranks != dist.get_world_size() or not all(file.exists() for file in files):
+        return {}
+    return _read_tensors(files[dist.get_rank()])
+
+
+def _rng_file(rank: int) -> str:
+    return f"rng_rank_{rank}.safetensors"
 
 
 def _replace(folder: Path, partial: Path) -> None:

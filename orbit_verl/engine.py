@@ -8,10 +8,11 @@ import contextlib
 import functools
 import logging
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from megatron.core import parallel_state as mpu
 from tensordict import TensorDict
 from verl.trainer.config import CheckpointConfig
 from verl.utils.device import get_device_id, get_device_name
@@ -24,9 +25,11 @@ from orbit_kernels.wire import Adapter
 from orbit_verl import checkpoint, megatron_cpu
 from orbit_verl.adapter import TrainerAdapter, read_peft_folder
 from orbit_verl.engine_config import OrbitEngineConfig
+from orbit_verl.gathering import gather_objects
 from orbit_verl.model.architecture import DecoderArchitecture
 from orbit_verl.model.attention import as_served
 from orbit_verl.model.build import build_model, transformer_config
+from orbit_verl.model.layout import KEY, ExpertLayout, check_ranks
 from orbit_verl.model.naming import adapted_linears, base_manifest
 from orbit_verl.optimizer import AdapterOptimizer, build_scheduler
 
@@ -38,14 +41,17 @@ _CONTENTS = {"model", "optimizer", "extra"}
 
 @EngineRegistry.register(model_type="language_model", backend="orbit", device=["cpu", "cuda"])
 class OrbitEngine(MegatronEngineWithLMHead):
-    """Trains an adapter over a frozen base model. Data parallelism only: ``OrbitEngineConfig`` refuses other layouts.
+    """Trains an adapter over a frozen base model, with data and expert parallelism; ``OrbitEngineConfig`` refuses the others.
+
+    Ranks that divide the experts between them gather in ``export_adapter``, ``get_per_tensor_param``, ``base_manifest``,
+    ``base_digest`` and ``save_checkpoint``: all ranks call these, in the same order.
 
     Attributes:
         adapter_version: version that the servers know the adapter by; set by whoever publishes it, saved and restored
             with a checkpoint.
 
     Raises:
-        ValueError: an option or checkpoint content that is not implemented.
+        ValueError: an option or checkpoint content that is not implemented, or experts or ranks that cannot be divided.
     """
 
     def __init__(
@@ -57,8 +63,13 @@ class OrbitEngine(MegatronEngineWithLMHead):
     ):
         _check_engine_config(engine_config)
         _check_checkpoint_config(checkpoint_config)
+        self._architecture = DecoderArchitecture.from_hf(model_config.hf_config)
+        size = engine_config.expert_model_parallel_size
+        ExpertLayout(num_experts=self._architecture.num_experts, size=size)
+        check_ranks(size, torch.distributed.get_world_size())
         megatron_cpu.install()
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+        self._layout = _expert_layout(self._architecture, size)
         self.adapter_version = 0
         self._retention = checkpoint.Retention()
 
@@ -72,11 +83,13 @@ class OrbitEngine(MegatronEngineWithLMHead):
         self._build_tf_config()
         self.module = self._build_megatron_module()
         self.adapter = TrainerAdapter(
-            [pair for chunk in self.module for pair in adapted_linears(chunk, settings)], settings
+            [pair for chunk in self.module for pair in adapted_linears(chunk, settings)], settings, self._layout
         )
         if settings.init_path is not None:
             self.adapter.load(read_peft_folder(settings.init_path))
-        self._reference = self.adapter.export() if settings.reference == "init" else None
+        self._reference = self._reference_digest = None
+        if settings.reference == "init":
+            self._reference, self._reference_digest = self.adapter.snapshot(), self.adapter.export().digest()
         self.optimizer = self.lr_scheduler = None
         if not self.engine_config.forward_only:
             self.optimizer = self._build_optimizer()
@@ -117,17 +130,25 @@ class OrbitEngine(MegatronEngineWithLMHead):
         """The reference policy while the context lasts: the base, or the adapter that the run started from."""
         return self.adapter.disabled() if self._reference is None else self.adapter.replaced_by(self._reference)
 
-    def export_adapter(self) -> Adapter:
-        """A copy of the adapter under peft's names."""
-        return self.adapter.export()
+    def export_adapter(self, *, everywhere: bool = True) -> Adapter:
+        """A copy of the whole adapter under peft's names.
+
+        Args:
+            everywhere: whether every rank gets it. Otherwise the first rank does, on the CPU, and others get no tensors.
+        """
+        if everywhere:
+            return self.adapter.export()
+        return Adapter(_on_first_rank(self.adapter.whole()), self.adapter.config)
 
     def get_per_tensor_param(self, **_verl: Any) -> tuple[Iterator[tuple[str, torch.Tensor]], dict[str, Any]]:
-        """A copy of the adapter as (peft name, tensor), and peft's configuration. The base never travels."""
-        adapter = self.export_adapter()
-        return iter(adapter.tensors.items()), adapter.config.to_peft()
+        """Copies of the whole adapter as (peft name, tensor), made as they are taken, and peft's configuration.
+
+        All ranks take them to the end. The base never travels.
+        """
+        return self.adapter.whole(), self.adapter.config.to_peft()
 
     def snapshot_adapter(self) -> dict[str, torch.Tensor]:
-        """Clones of the trained tensors, for ``restore_adapter``; masters and moments are not part of it."""
+        """Clones of this rank's trained tensors, for ``restore_adapter``; masters and moments are not part of it."""
         return self.adapter.snapshot()
 
     def restore_adapter(self, snapshot: Mapping[str, torch.Tensor]) -> None:
@@ -135,13 +156,14 @@ class OrbitEngine(MegatronEngineWithLMHead):
         self.adapter.restore(snapshot)
 
     def base_manifest(self, cuts: Mapping[str, Sequence[Cut]] | None = None) -> BaseManifest:
-        """Formats of the linears and digests of the live frozen tensors, as they are stored.
+        """Formats of the linears and digests of the live frozen tensors, as they are stored, over all ranks' experts.
 
         Args:
             cuts: names of tensors that are to be digested in parts, and the parts.
         """
         (model,) = self.module
-        return base_manifest(model, cuts)
+        held = base_manifest(model, cuts)
+        return held if self._layout.size == 1 else BaseManifest.union(gather_objects(held))
 
     def base_digest(self) -> str:
         """SHA-256 over the manifest of the live base."""
@@ -196,17 +218,16 @@ class OrbitEngine(MegatronEngineWithLMHead):
         self.share_embeddings_and_output_weights = self.model_config.share_embeddings_and_output_weights
         self.bridge = self.provider = self.peft_cls = None
         self.vanilla_bridge = False
-        self._architecture = DecoderArchitecture.from_hf(self.model_config.hf_config)
         self.tf_config = transformer_config(self._architecture, self.engine_config.override_transformer_config)
         self.param_dtype = self.dtype = self.tf_config.params_dtype
 
     def _build_megatron_module(self) -> list[torch.nn.Module]:
         device = torch.device(get_device_id())
         folder, base = self.model_config.local_path, self.engine_config.base
-        return [build_model(self._architecture, base, self.tf_config, folder, device)]
+        return [build_model(self._architecture, base, self.tf_config, folder, device, self._layout)]
 
     def _build_optimizer(self) -> AdapterOptimizer:
-        return AdapterOptimizer(self.adapter.named_parameters(), self.optimizer_config)
+        return AdapterOptimizer(self.adapter.named_parameters(), self.optimizer_config, self._layout)
 
     def _build_lr_scheduler(self):
         return build_scheduler(self.optimizer, self.optimizer_config)
@@ -214,12 +235,13 @@ class OrbitEngine(MegatronEngineWithLMHead):
     def _training_state(self, contents: set[str], global_step: int) -> checkpoint.TrainingState:
         extra = "extra" in contents
         return checkpoint.TrainingState(
-            adapter=self.export_adapter(),
-            optimizer=self.optimizer.state_tensors() if "optimizer" in contents else None,
+            adapter=self.export_adapter(everywhere=False),
+            optimizer=_on_first_rank(self.optimizer.whole_state()) if "optimizer" in contents else None,
             scheduler=self.lr_scheduler.state_dict() if extra else None,
             rng=checkpoint.rng_state() if extra else {},
+            num_ranks=torch.distributed.get_world_size(),
             base_digest=self._base_at_start,
-            reference_digest=self._reference_digest(),
+            reference_digest=self._reference_digest,
             version=self.adapter_version,
             global_step=global_step,
         )
@@ -233,23 +255,47 @@ class OrbitEngine(MegatronEngineWithLMHead):
             # OptimizerParamScheduler.load_state_dict adds to the present step (optimizer_param_scheduler.py:390).
             self.lr_scheduler.num_steps = 0
             self.lr_scheduler.load_state_dict(dict(state.scheduler))
-            checkpoint.set_rng_state(state.rng)
+            if state.rng:
+                checkpoint.set_rng_state(state.rng)
+            else:
+                logger.warning(
+                    "the checkpoint is of %d ranks, this run has %d: random-number states are left as they are",
+                    state.num_ranks,
+                    torch.distributed.get_world_size(),
+                )
 
     def _check_state(self, path: str, state: checkpoint.TrainingState, contents: set[str]) -> None:
-        ours = {"base_digest": self.base_digest(), "reference_digest": self._reference_digest()}
+        ours = {"base_digest": self.base_digest(), "reference_digest": self._reference_digest}
         for name, value in ours.items():
             if getattr(state, name) != value:
                 raise ValueError(
                     f"checkpoint {path}: {name} {getattr(state, name)} differs from this run's {value}; resume with the "
                     "model and orbit.adapter settings that the checkpoint was trained with"
                 )
-        held = {"optimizer": state.optimizer is not None, "extra": state.scheduler is not None and bool(state.rng)}
+        other_ranks = state.num_ranks != torch.distributed.get_world_size()
+        extra = state.scheduler is not None and (bool(state.rng) or other_ranks)
+        held = {"optimizer": state.optimizer is not None, "extra": extra}
         missing = sorted(content for content, present in held.items() if content in contents and not present)
         if missing and self.optimizer is not None:
             raise ValueError(f"checkpoint {path} holds no {missing}: take them out of checkpoint.load_contents")
+        if self.optimizer is not None and "optimizer" in contents:
+            self.optimizer.check_state(state.optimizer)
 
-    def _reference_digest(self) -> str | None:
-        return None if self._reference is None else self._reference.digest()
+
+def _expert_layout(architecture: DecoderArchitecture, size: int) -> ExpertLayout:
+    """What Megatron-Core's groups give this rank; they are made once a process."""
+    groups = mpu.get_expert_model_parallel_world_size()
+    if groups != size:
+        raise ValueError(
+            f"{KEY}={size}: this process already has groups of {groups}; engines of one process must have the same"
+        )
+    return ExpertLayout(num_experts=architecture.num_experts, size=size, rank=mpu.get_expert_model_parallel_rank())
+
+
+def _on_first_rank(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The tensors on the CPU; other ranks only take part in making them."""
+    first = torch.distributed.get_rank() == 0
+    return {name: tensor.cpu() for name, tensor in tensors if first}
 
 
 def _check_engine_config(config: OrbitEngineConfig) -> None:

@@ -24,12 +24,12 @@ class OrbitEngineConfig(McoreEngineConfig):
         EngineConfig.__post_init__(self)
         if self.strategy != "orbit":
             raise ValueError(f"actor_rollout_ref.actor.megatron.strategy={self.strategy!r}: leave it at 'orbit'")
-        for key in ("tensor", "pipeline", "expert", "context"):
-            size = getattr(self, f"{key}{'_model' if key != 'context' else ''}_parallel_size")
-            if size != 1:
+        for key in ("tensor_model", "pipeline_model", "context", "expert_tensor"):
+            size = getattr(self, f"{key}_parallel_size")
+            if size not in (1, None):
                 raise ValueError(
-                    f"actor_rollout_ref.actor.megatron: {key} parallel size {size}: not implemented yet; "
-                    "use 1 and add data-parallel ranks instead"
+                    f"actor_rollout_ref.actor.megatron.{key}_parallel_size={size}: not implemented yet; use 1 and add "
+                    "data-parallel ranks instead, over which expert_model_parallel_size divides a model's experts"
                 )
         self.sequence_parallel = False
 

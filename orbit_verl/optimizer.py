@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -10,6 +10,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
 from verl.utils.megatron.optimizer import get_megatron_optimizer_param_scheduler
 from verl.workers.config import McoreOptimizerConfig
+
+from orbit_verl.gathering import gather_scalars, whole_tensors
+from orbit_verl.model.layout import ExpertLayout
 
 logger = logging.getLogger(__name__)
 
@@ -19,17 +22,24 @@ _STATE_FIELDS = ("exp_avg", "exp_avg_sq", "step")
 class AdapterOptimizer:
     """Trains fp32 masters of the adapter's tensors and rounds them into the tensors after each step.
 
-    Every micro-batch's gradient is added in fp32, whatever the dtype of the tensors.
+    Every micro-batch's gradient is added in fp32, whatever the dtype of the tensors. A step is that of the whole batch and
+    of the whole adapter, however many ranks share either.
 
     Args:
-        parameters: the adapter's tensors by name.
+        parameters: this rank's tensors of the adapter by name.
         config: learning rate, betas, weight decay and the norm that gradients are clipped to (0: not clipped).
+        layout: which experts this rank holds.
 
     Raises:
         ValueError: the configuration asks for another optimiser than Adam.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: McoreOptimizerConfig):
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        config: McoreOptimizerConfig,
+        layout: ExpertLayout = ExpertLayout(),  # noqa: B008  frozen
+    ):
         if config.optimizer not in ("adam", "adamw"):
             raise ValueError(f"optim.optimizer={config.optimizer!r}: only 'adam' (AdamW) trains an adapter")
         if config.override_optimizer_config or config.use_precision_aware_optimizer:
@@ -37,7 +47,7 @@ class AdapterOptimizer:
                 "optim.override_optimizer_config and optim.use_precision_aware_optimizer are settings of Megatron's "
                 "optimisers; leave them out, an adapter is trained by torch's AdamW"
             )
-        self._parameters = dict(parameters)
+        self._parameters, self._layout = dict(parameters), layout
         self._masters = {name: p.detach().float().clone().requires_grad_(True) for name, p in parameters.items()}
         self._max_norm = config.clip_grad
         self._adamw = torch.optim.AdamW(
@@ -66,7 +76,8 @@ class AdapterOptimizer:
     def step(self) -> float:
         """Average gradients over data-parallel ranks, clip them, update, and round the masters into the adapter.
 
-        A gradient that is not finite leaves adapter and moments as they are; ``num_skipped_steps`` counts it.
+        A gradient that is not finite leaves adapter and moments as they are, on all ranks; ``num_skipped_steps`` counts
+        it. A tensor that took part in no rank's backward, as an expert's without tokens, stays as it is.
 
         Returns:
             The gradients' total L2 norm before clipping.
@@ -92,21 +103,21 @@ class AdapterOptimizer:
         self.zero_grad()
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Masters, moments and step counts as ``<field>/<tensor name>``, for safetensors."""
-        tensors = {f"master/{name}": master.detach() for name, master in self._masters.items()}
-        for name, master in self._masters.items():
-            state = self._adamw.state.get(master, {})
-            tensors |= {f"{field}/{name}": state[field] for field in _STATE_FIELDS if field in state}
-        return tensors
+        """This rank's masters, moments and step counts as ``<field>/<tensor name>``, for safetensors."""
+        return {key: tensor for name in self._masters for key, tensor in self._state_of(name).items()}
+
+    def whole_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Copies of all ranks' ``state_tensors``; all ranks of an expert group iterate."""
+        return whole_tensors(self._masters, self._state_of, self._layout)
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restore what ``state_tensors`` returned; the adapter's tensors become the rounded masters.
+        """Restore a whole state, of which each rank takes its own; the adapter's tensors become the rounded masters.
 
         Raises:
             ValueError: a name or shape is not this optimiser's; nothing is changed then.
         """
-        self._check_state(tensors)
+        self.check_state(tensors)
         self._adamw.state.clear()
         for name, master in self._masters.items():
             master.copy_(tensors[f"master/{name}"])
@@ -120,6 +131,27 @@ class AdapterOptimizer:
         self.zero_grad()
         self._round_masters()
 
+    def check_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Hold a whole state against the adapter.
+
+        Raises:
+            ValueError: a name or shape is not this optimiser's, or something is missing; all are listed.
+        """
+        # All ranks look at the whole, so that they refuse alike.
+        masters = {name: m for held, m in self._masters.items() for name in self._layout.of_every_rank(held)}
+        known = {f"{field}/{name}" for field in ("master", *_STATE_FIELDS) for name in masters}
+        problems = [f"{key}: unknown" for key in sorted(tensors.keys() - known)]
+        for name, master in masters.items():
+            fields = {field for field in _STATE_FIELDS if f"{field}/{name}" in tensors}
+            if f"master/{name}" not in tensors or (fields and fields != set(_STATE_FIELDS)):
+                problems.append(f"{name}: master, moments or step missing")
+                continue
+            for field in {"master", *fields} - {"step"}:
+                if tensors[f"{field}/{name}"].shape != master.shape:
+                    problems.append(f"{field}/{name}: shape {tuple(tensors[f'{field}/{name}'].shape)}")
+        if problems:
+            raise ValueError(f"optimiser state does not fit the adapter: {'; '.join(problems)}")
+
     def to(self, device: torch.device | str) -> None:
         """Move masters, gradients and moments; the adapter's own tensors move with the model."""
         for master in self._masters.values():
@@ -131,47 +163,60 @@ class AdapterOptimizer:
                 if field in state:
                     state[field] = state[field].to(device)
 
+    def _state_of(self, name: str) -> dict[str, torch.Tensor]:
+        master = self._masters[name]
+        state = self._adamw.state.get(master, {})
+        moments = {f"{field}/{name}": state[field] for field in _STATE_FIELDS if field in state}
+        return {f"master/{name}": master.detach(), **moments}
+
     def _accumulate(self, name: str, parameter: nn.Parameter) -> None:
         master = self._masters[name]
         gradient = parameter.grad.detach().float()
         master.grad = gradient if master.grad is None else master.grad.add_(gradient)
         parameter.grad = None
 
+    def _by_division(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """The masters that every rank holds, and those of this rank's experts."""
+        masters: tuple[list, list] = ([], [])
+        for name, master in self._masters.items():
+            masters[self._layout.is_divided(name)].append(master)
+        return masters
+
     def _reduce_over_data_parallel(self) -> None:
         size = mpu.get_data_parallel_world_size(with_context_parallel=True)
         if size == 1:
             return
-        # A tensor without a gradient on this rank still takes part, so that all ranks reduce the same buffer.
-        for master in self._masters.values():
-            master.grad = torch.zeros_like(master) if master.grad is None else master.grad
-        flat = torch.cat([master.grad.flatten() for master in self._masters.values()])
-        torch.distributed.all_reduce(flat, group=mpu.get_data_parallel_group(with_context_parallel=True))
-        pieces = (flat / size).split([master.numel() for master in self._masters.values()])
-        for master, piece in zip(self._masters.values(), pieces, strict=True):
-            master.grad.copy_(piece.view_as(master))
+        everywhere, experts = self._by_division()
+        _average(everywhere, mpu.get_data_parallel_group(with_context_parallel=True), size)
+        # An expert's gradient is already the sum over the tokens of its expert group's ranks.
+        _average(experts, mpu.get_expert_data_parallel_group(), size)
 
     def _total_norm(self) -> float:
-        """L2 norm over the whole adapter, which every rank holds in full: no model-parallel reduction."""
-        gradients = list(self.gradients().values())
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))).item() if gradients else 0.0
+        """L2 norm over the whole adapter, the same number on all ranks."""
+        everywhere, experts = map(_norm, self._by_division())
+        return math.hypot(everywhere, *(gather_scalars(experts) if self._layout.size > 1 else ()))
 
     def _round_masters(self) -> None:
         for name, parameter in self._parameters.items():
             parameter.copy_(self._masters[name])
 
-    def _check_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        known = {f"{field}/{name}" for field in ("master", *_STATE_FIELDS) for name in self._masters}
-        problems = [f"{key}: unknown" for key in sorted(tensors.keys() - known)]
-        for name, master in self._masters.items():
-            fields = {field for field in _STATE_FIELDS if f"{field}/{name}" in tensors}
-            if f"master/{name}" not in tensors or (fields and fields != set(_STATE_FIELDS)):
-                problems.append(f"{name}: master, moments or step missing")
-                continue
-            for field in {"master", *fields} - {"step"}:
-                if tensors[f"{field}/{name}"].shape != master.shape:
-                    problems.append(f"{field}/{name}: shape {tuple(tensors[f'{field}/{name}'].shape)}")
-        if problems:
-            raise ValueError(f"optimiser state does not fit the adapter: {'; '.join(problems)}")
+
+def _average(masters: Sequence[torch.Tensor], group: torch.distributed.ProcessGroup, divisor: int) -> None:
+    """Sum the gradients over the group and divide; a tensor that has none on any rank keeps none."""
+    if not masters:
+        return
+    gradients = [torch.zeros_like(master) if master.grad is None else master.grad for master in masters]
+    holders = torch.tensor([float(master.grad is not None) for master in masters], device=masters[0].device)
+    flat = torch.cat([*(gradient.flatten() for gradient in gradients), holders])
+    torch.distributed.all_reduce(flat, group=group)
+    *pieces, holders = flat.split([*(master.numel() for master in masters), len(masters)])
+    for master, piece, num_holders in zip(masters, pieces, holders.tolist(), strict=True):
+        master.grad = (piece / divisor).view_as(master) if num_holders else None
+
+
+def _norm(masters: Sequence[torch.Tensor]) -> float:
+    gradients = [master.grad for master in masters if master.grad is not None]
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))).item() if gradients else 0.0
 
 
 def build_scheduler(optimizer: AdapterOptimizer, config: McoreOptimizerConfig) -> OptimizerParamScheduler:

@@ -53,15 +53,12 @@ class OrbitActorWorker(DetachActorWorker):
         self._published[version_of(global_steps)] = engine.snapshot_adapter()
         while len(self._published) > self.MAX_PUBLISHED:
             self._published.popitem(last=False)
-        metrics = await self.checkpoint_engine.send_weights(engine.export_adapter(), global_steps=global_steps)
+        # All ranks take part in these, the first one alone has something to send and to say.
+        adapter, of_adapter = engine.export_adapter(everywhere=False), engine.adapter.metrics()
+        metrics = await self.checkpoint_engine.send_weights(adapter, global_steps=global_steps)
         if not metrics:
             return {}
-        return {
-            **metrics,
-            **resident_bytes(engine),
-            **self._update_peak.metrics(),
-            **engine.adapter.metrics(),
-        }
+        return {**metrics, **resident_bytes(engine), **self._update_peak.metrics(), **of_adapter}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None):
@@ -71,13 +68,13 @@ class OrbitActorWorker(DetachActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def base_manifest(self, cuts: Mapping[str, Sequence[Cut]]) -> BaseManifest:
-        """Formats and digests of this rank's frozen tensors, of some in parts; see ``BaseManifest.of``."""
+        """Formats and digests of the frozen tensors of this rank's expert group, some in parts; see ``BaseManifest.of``."""
         return self.actor.engine.base_manifest(cuts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_adapter(self, folder: str) -> None:
         """Write the adapter as peft saves it, from the first rank."""
-        adapter = self.actor.engine.export_adapter()
+        adapter = self.actor.engine.export_adapter(everywhere=False)
         if self.rank == 0:
             write_peft_folder(adapter, folder)
 

@@ -131,6 +131,11 @@ class DecoderArchitecture:
     inv_freq: torch.Tensor
     rotary_scale: float
 
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer that has some; 0 in a dense model."""
+        return 0 if self.moe is None else self.moe.num_experts
+
     @classmethod
     def from_hf(cls, hf_config: Any) -> "DecoderArchitecture":
         """Read a transformers configuration.

@@ -23,6 +23,7 @@ from orbit_verl.config import BaseSettings
 from orbit_verl.model.architecture import DecoderArchitecture
 from orbit_verl.model.attention import CausalAttention
 from orbit_verl.model.latent_attention import FrozenLatentAttention
+from orbit_verl.model.layout import ExpertLayout
 from orbit_verl.model.linear import FrozenLinear, FrozenQKVLinear
 from orbit_verl.model.modules import FrozenGPTModel, RMSNorm, residual_sum
 from orbit_verl.model.moe import FrozenExpert, FrozenMoE, SharedExpert
@@ -72,18 +73,21 @@ def build_model(
     config: TransformerConfig,
     folder: str | Path,
     device: torch.device,
+    layout: ExpertLayout,
 ) -> FrozenGPTModel:
     """The model on ``device`` with the checkpoint's tensors; nothing is allocated before the checkpoint is checked.
+
+    Of the experts, those that ``layout`` gives to this rank are held, and no others are read.
 
     Raises:
         ValueError: ``open_checkpoint`` refuses the folder.
     """
     architecture = dataclasses.replace(architecture, dtype=config.params_dtype)
-    checkpoint = open_checkpoint(architecture, folder)
+    checkpoint = open_checkpoint(architecture, folder, layout.holds)
     with torch.device("meta"):
-        model = _empty_model(architecture, base, config)
+        model = _empty_model(architecture, base, config, layout)
     assert {name: tuple(tensor.shape) for name, tensor in named_tensors(model)} == {
-        name: spec.shape for name, spec in expected_tensors(architecture).items()
+        name: spec.shape for name, spec in expected_tensors(architecture).items() if layout.holds(name)
     }
     model = model.to_empty(device=device).requires_grad_(False)
     model.rotary_pos_emb.inv_freq = architecture.inv_freq.to(device)
@@ -124,10 +128,12 @@ def _base_fields(architecture: DecoderArchitecture) -> dict[str, Any]:
     }
 
 
-def _layer_spec(architecture: DecoderArchitecture, base: BaseSettings, buffer: ChunkBuffer, layer: int) -> ModuleSpec:
+def _layer_spec(
+    architecture: DecoderArchitecture, base: BaseSettings, layout: ExpertLayout, buffer: ChunkBuffer, layer: int
+) -> ModuleSpec:
     attention = _attention if architecture.latent is None else _latent_attention
     if has_experts(architecture, layer):
-        mlp = _moe(architecture, base, buffer, layer)
+        mlp = _moe(architecture, base, layout, buffer, layer)
     else:
         parent = f"{layer_name(architecture, layer)}.mlp"
         fc1, fc2 = (_linear(architecture, base, FrozenLinear, parent, parts) for parts in (GATE_UP, MLP_OUT))
@@ -186,7 +192,9 @@ def _whole_linear(
     return make(columns, sum(make.keywords["parts"].values()), bias=False)
 
 
-def _moe(architecture: DecoderArchitecture, base: BaseSettings, buffer: ChunkBuffer, layer: int) -> partial:
+def _moe(
+    architecture: DecoderArchitecture, base: BaseSettings, layout: ExpertLayout, buffer: ChunkBuffer, layer: int
+) -> partial:
     moe, prefix = architecture.moe, layer_name(architecture, layer)
 
     def expert(kind: type[FrozenExpert], parent: str) -> FrozenExpert:
@@ -197,7 +205,7 @@ def _moe(architecture: DecoderArchitecture, base: BaseSettings, buffer: ChunkBuf
         FrozenMoE,
         router=partial(router, moe=moe, hidden_size=architecture.hidden_size, dtype=architecture.dtype),
         expert=lambda index: expert(FrozenExpert, f"{prefix}{EXPERTS}{index}"),
-        num_experts=moe.num_experts,
+        layout=layout,
         shared_expert=partial(expert, SharedExpert, f"{prefix}{SHARED_EXPERT}") if moe.shared_ffn_size else None,
         scale=moe.scale,
         base=base,
@@ -205,9 +213,11 @@ def _moe(architecture: DecoderArchitecture, base: BaseSettings, buffer: ChunkBuf
     )
 
 
-def _empty_model(architecture: DecoderArchitecture, base: BaseSettings, config: TransformerConfig) -> FrozenGPTModel:
+def _empty_model(
+    architecture: DecoderArchitecture, base: BaseSettings, config: TransformerConfig, layout: ExpertLayout
+) -> FrozenGPTModel:
     buffer = ChunkBuffer(base.experts_per_chunk)
-    layers = [_layer_spec(architecture, base, buffer, layer) for layer in range(architecture.num_layers)]
+    layers = [_layer_spec(architecture, base, layout, buffer, layer) for layer in range(architecture.num_layers)]
     return FrozenGPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),

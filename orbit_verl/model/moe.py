@@ -1,15 +1,18 @@
 """A mixture-of-experts layer of the frozen base: router and experts stay as stored, adapters sit on the experts.
 
-Every rank holds all experts. Megatron-Core's own MoE layer is not used: its experts own trainable, unpacked weights.
+A rank holds all experts or, with expert parallelism, its share (`layout`). Megatron-Core's own MoE layer is not used: its
+experts own trainable, unpacked weights.
 
 Dimension suffixes: S sequence, B batch, T tokens (S * B), K experts of a token, E experts, D hidden.
 """
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import parallel_state as mpu
 from torch import nn
 from torch.nn import functional
 
@@ -18,6 +21,8 @@ from orbit_kernels.experts import DOWN, GATE, UP, ChunkBuffer, ExpertAdapter, Fr
 from orbit_kernels.frozen import StoredWeight
 from orbit_verl.config import BaseSettings
 from orbit_verl.model.adapters import LinearAdapter
+from orbit_verl.model.expert_parallel import expert_parallel_mlp
+from orbit_verl.model.layout import ExpertLayout
 from orbit_verl.model.linear import FrozenLinear
 from orbit_verl.model.router import FrozenRouter
 
@@ -67,7 +72,7 @@ class FrozenMoE(nn.Module):
     Args:
         router: makes the router.
         expert: makes one expert's linears.
-        num_experts: E.
+        layout: which experts this rank holds.
         shared_expert: makes the expert that every token takes, None where there is none.
         scale: of the routed experts' sum.
         base: how experts are computed with.
@@ -79,7 +84,7 @@ class FrozenMoE(nn.Module):
         *,
         router: Callable[[], FrozenRouter],
         expert: Callable[[int], FrozenExpert],
-        num_experts: int,
+        layout: ExpertLayout,
         shared_expert: Callable[[], SharedExpert] | None,
         scale: float,
         base: BaseSettings,
@@ -88,7 +93,8 @@ class FrozenMoE(nn.Module):
     ):
         super().__init__()
         self.router = router()
-        self.experts = nn.ModuleList(expert(index) for index in range(num_experts))
+        self.layout = layout
+        self.experts = nn.ModuleList(expert(index) for index in layout.held)
         self.shared = nn.ModuleList(SharedLinear(linear) for linear in (self.experts[0].gate_up, self.experts[0].down))
         self.shared_expert = None if shared_expert is None else shared_expert()
         self._scale, self._base, self._buffer = scale, base, buffer
@@ -100,7 +106,10 @@ class FrozenMoE(nn.Module):
         """
         x_TD = x_SBD.flatten(0, 1)
         ids_TK, weights_TK = self.router(x_TD)
-        y_TD = expert_mlp(
+        mlp = expert_mlp
+        if self.layout.size > 1:
+            mlp = partial(expert_parallel_mlp, group=mpu.get_expert_model_parallel_group())
+        y_TD = mlp(
             x_TD,
             ids_TK,
             weights_TK,

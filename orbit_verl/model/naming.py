@@ -18,14 +18,14 @@ _LATENT_NORMS = {"query_norm": "q_a_layernorm", "kv_norm": "kv_a_layernorm"}
 
 
 def frozen_linears(model: FrozenGPTModel) -> Iterator[tuple[str, FrozenLinear]]:
-    """The linears with the name of the Hugging Face module that holds their parts, e.g. ``model.layers.0.mlp``."""
+    """The linears that this rank holds, with the Hugging Face name of what holds their parts, e.g. ``model.layers.0.mlp``."""
     for prefix, layer in _layers(model):
         yield from ((f"{prefix}.self_attn", linear) for linear in _attention_linears(layer.self_attention))
         if not isinstance(layer.mlp, FrozenMoE):
             yield f"{prefix}.mlp", layer.mlp.linear_fc1
             yield f"{prefix}.mlp", layer.mlp.linear_fc2
             continue
-        for index, expert in enumerate(layer.mlp.experts):
+        for index, expert in zip(layer.mlp.layout.held, layer.mlp.experts, strict=True):
             yield f"{prefix}.mlp.experts.{index}", expert.gate_up
             yield f"{prefix}.mlp.experts.{index}", expert.down
         if layer.mlp.shared_expert is not None:
@@ -64,7 +64,7 @@ def plain_tensors(model: FrozenGPTModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def named_tensors(model: FrozenGPTModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every base tensor as it is stored, by checkpoint name; parts of a stacked linear as views."""
+    """Every base tensor of this rank as it is stored, by checkpoint name; parts of a stacked linear as views."""
     yield from plain_tensors(model)
     for prefix, linear in frozen_linears(model):
         for part, stored in linear.stored_parts().items():
@@ -73,7 +73,7 @@ def named_tensors(model: FrozenGPTModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def base_manifest(model: FrozenGPTModel, cuts: Mapping[str, Sequence[Cut]] | None = None) -> BaseManifest:
-    """What the live base is: the format of each linear but the routers, and dtype, shape and digest of each stored tensor.
+    """What this rank's live base is: the format of each linear but the routers, and dtype, shape and digest of each tensor.
 
     Args:
         model: the trainer's.

@@ -1,7 +1,7 @@
 """What the checkpoint of a decoder must hold: names, shapes, and the stored format of each linear."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -102,8 +102,15 @@ def expected_tensors(architecture: DecoderArchitecture) -> dict[str, TensorSpec]
     return expected
 
 
-def open_checkpoint(architecture: DecoderArchitecture, folder: str | Path) -> HFCheckpoint:
-    """The checkpoint, with every header and every scale checked; no weight is read.
+def open_checkpoint(
+    architecture: DecoderArchitecture, folder: str | Path, held: Callable[[str], bool] = lambda module: True
+) -> HFCheckpoint:
+    """The checkpoint, with every header and the scales of every held linear checked; no weight is read.
+
+    Args:
+        architecture: the model.
+        folder: of the checkpoint.
+        held: whether a linear is held, by its name.
 
     Raises:
         ValueError: the folder or a file is missing or cut short; a tensor is missing, superfluous, of another shape or
@@ -111,7 +118,7 @@ def open_checkpoint(architecture: DecoderArchitecture, folder: str | Path) -> HF
     """
     checkpoint = HFCheckpoint(folder)
     checkpoint.check(expected_tensors(architecture), optional=_unused(architecture, checkpoint))
-    checkpoint.check_values(linear_formats(architecture))
+    checkpoint.check_values({name: found for name, found in linear_formats(architecture).items() if held(name)})
     return checkpoint
 
 

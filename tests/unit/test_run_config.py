@@ -51,6 +51,25 @@ def model(saved_model: Path, tmp_path: Path) -> Path:
     return shutil.copytree(saved_model, tmp_path / "model")
 
 
+def save_mixture(folder: Path, *, expert_width: int = 64, dense_width: int = 64) -> Path:
+    """A random Qwen3-MoE of one layer and four experts in fp32 with its tokeniser."""
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=dense_width,
+        moe_intermediate_size=expert_width,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    build_tokenizer(64).save_pretrained(folder)
+    return folder
+
+
 def edit_config(model: Path, **fields) -> None:
     file = model / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
@@ -176,21 +195,8 @@ def test_what_cannot_work_is_refused_with_the_fix(run_config, override, message)
 @pytest.mark.parametrize(("expert_width", "refused"), [(64, False), (48, True)])
 def test_the_block_size_is_held_against_the_experts_own_width(run_config, tmp_path, expert_width, refused):
     """The width of a dense MLP, which no layer of this model has, is the opposite case each time."""
-    hf_config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=48 if expert_width == 64 else 64,
-        moe_intermediate_size=expert_width,
-        num_experts=4,
-        num_experts_per_tok=2,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-    )
-    Qwen3MoeForCausalLM(hf_config).save_pretrained(tmp_path / "moe")
-    build_tokenizer(64).save_pretrained(tmp_path / "moe")
-    config = run_config(f"actor_rollout_ref.model.path={tmp_path / 'moe'}")
+    folder = save_mixture(tmp_path / "moe", expert_width=expert_width, dense_width=48 if expert_width == 64 else 64)
+    config = run_config(f"actor_rollout_ref.model.path={folder}")
     if not refused:
         resolve(config)
         return
@@ -215,8 +221,20 @@ def test_a_lora_rank_below_one_is_refused(run_config):
 
 def test_parallel_layouts_that_do_not_exist_yet_are_refused(run_config):
     config = run_config("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2")
-    with pytest.raises(Exception, match="tensor parallel size 2: not implemented yet"):
+    with pytest.raises(Exception, match="tensor_model_parallel_size=2: not implemented yet"):
         omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+
+
+def test_experts_and_ranks_must_be_divisible(run_config, tmp_path):
+    key = "actor_rollout_ref.actor.megatron.expert_model_parallel_size"
+    with pytest.raises(ValueError, match=f"{key}=2: the model is dense"):
+        resolve(run_config(f"{key}=2"))
+    path = f"actor_rollout_ref.model.path={save_mixture(tmp_path / 'moe')}"
+    with pytest.raises(ValueError, match=f"{key}=3: 4 experts cannot be divided evenly"):
+        resolve(run_config(f"{key}=3", path))
+    with pytest.raises(ValueError, match=f"{key}=4: the trainer's 2 ranks cannot be divided"):
+        resolve(run_config(f"{key}=4", path, "trainer.n_gpus_per_node=2"))
+    resolve(run_config(f"{key}=2", path, "trainer.n_gpus_per_node=2"))
 
 
 def test_servers_of_several_ranks_need_their_devices(run_config):

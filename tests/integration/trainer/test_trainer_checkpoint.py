@@ -142,6 +142,7 @@ def test_a_failed_save_leaves_the_older_checkpoint(checkpoints, tmp_path):
         optimizer=None,
         scheduler={"not": {"json"}},
         rng={},
+        num_ranks=1,
         base_digest="",
         reference_digest=None,
         version=2,
