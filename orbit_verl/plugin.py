@@ -62,7 +62,7 @@ def _hook_trainers(module) -> None:
 
 
 def _hook_auto_config(module) -> None:
-    """Let every process of a run read Kimi's configurations."""
+    """Let every process of a run read Kimi's configurations; transformers must not be importing itself meanwhile."""
     from orbit_verl.model.kimi import register
 
     register()
@@ -87,7 +87,7 @@ class Hook:
 
 
 _HOOKS = {
-    "transformers.models.auto.configuration_auto": (Hook("transformers.AutoConfig"), _hook_auto_config),
+    "verl.utils.tokenizer": (Hook("transformers.AutoConfig"), _hook_auto_config),
     "verl.utils.config": (Hook("verl.utils.config.validate_config"), _hook_validate_config),
     "verl.trainer.ppo.v1": (Hook("verl.trainer.ppo.v1.trainer_base.TRAINER_REGISTRY"), _hook_trainers),
 }

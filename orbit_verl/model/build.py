@@ -84,15 +84,37 @@ def build_model(
     """
     architecture = dataclasses.replace(architecture, dtype=config.params_dtype)
     checkpoint = open_checkpoint(architecture, folder, layout.holds)
-    with torch.device("meta"):
-        model = _empty_model(architecture, base, config, layout)
+    model = empty_model(architecture, base, config, device, layout)
     assert {name: tuple(tensor.shape) for name, tensor in named_tensors(model)} == {
         name: spec.shape for name, spec in expected_tensors(architecture).items() if layout.holds(name)
     }
-    model = model.to_empty(device=device).requires_grad_(False)
-    model.rotary_pos_emb.inv_freq = architecture.inv_freq.to(device)
     _load(model, checkpoint)
     logger.info("loaded the frozen base from %s, activations in %s", folder, config.params_dtype)
+    return model
+
+
+def empty_model(
+    architecture: DecoderArchitecture,
+    base: BaseSettings,
+    config: TransformerConfig,
+    device: torch.device,
+    layout: ExpertLayout,
+) -> FrozenGPTModel:
+    """The model on ``device`` with memory for its tensors, which hold anything."""
+    buffer = ChunkBuffer(base.experts_per_chunk)
+    layers = [_layer_spec(architecture, base, layout, buffer, layer) for layer in range(architecture.num_layers)]
+    with torch.device("meta"):
+        model = FrozenGPTModel(
+            config=config,
+            transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
+            vocab_size=architecture.vocab_size,
+            max_sequence_length=architecture.max_positions,
+            share_embeddings_and_output_weights=architecture.tied_embeddings,
+            position_embedding_type="rope",
+            checkpoint_prefix=architecture.prefix,
+        )
+    model = model.to_empty(device=device).requires_grad_(False)
+    model.rotary_pos_emb.inv_freq = architecture.inv_freq.to(device)
     return model
 
 
@@ -210,22 +232,6 @@ def _moe(
         scale=moe.scale,
         base=base,
         buffer=buffer,
-    )
-
-
-def _empty_model(
-    architecture: DecoderArchitecture, base: BaseSettings, config: TransformerConfig, layout: ExpertLayout
-) -> FrozenGPTModel:
-    buffer = ChunkBuffer(base.experts_per_chunk)
-    layers = [_layer_spec(architecture, base, layout, buffer, layer) for layer in range(architecture.num_layers)]
-    return FrozenGPTModel(
-        config=config,
-        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
-        vocab_size=architecture.vocab_size,
-        max_sequence_length=architecture.max_positions,
-        share_embeddings_and_output_weights=architecture.tied_embeddings,
-        position_embedding_type="rope",
-        checkpoint_prefix=architecture.prefix,
     )
 
 
