@@ -91,6 +91,16 @@ class TrainerAdapter:
         """Replace the trained tensors by those of a whole adapter, of which each rank takes its own.
 
         Raises:
+            ValueError: ``check`` refuses; nothing is changed then.
+        """
+        self.check(adapter)
+        for name, tensor in self._tensors.items():
+            tensor.copy_(adapter.tensors[name])
+
+    def check(self, adapter: Adapter) -> None:
+        """Hold a whole adapter against the model and the run's settings.
+
+        Raises:
             ValueError: another configuration or dtype, parts that share a tensor differ, or ``Adapter.check`` refuses.
         """
         if adapter.config != self.config:
@@ -100,8 +110,6 @@ class TrainerAdapter:
             )
         adapter.check(self._shapes)
         self._check_values(adapter)
-        for name, tensor in self._tensors.items():
-            tensor.copy_(adapter.tensors[name])
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:

@@ -278,6 +278,7 @@ class OrbitEngine(MegatronEngineWithLMHead):
         missing = sorted(content for content, present in held.items() if content in contents and not present)
         if missing and self.optimizer is not None:
             raise ValueError(f"checkpoint {path} holds no {missing}: take them out of checkpoint.load_contents")
+        self.adapter.check(state.adapter)
         if self.optimizer is not None and "optimizer" in contents:
             self.optimizer.check_state(state.optimizer)
 
