@@ -121,6 +121,8 @@ def around_init(original: Callable, server_args: ServerArgs, *args: Any, **kwarg
     """
     for flag in FLAGS:
         setattr(server_args, flag.field, kwargs.pop(flag.field, flag.default))
+    if server_args.enable_orbit_slots and kwargs.get("enable_multimodal") is None:
+        kwargs["enable_multimodal"] = False  # before SGLang looks for a processor of images
     original(server_args, *args, **kwargs)
     if server_args.enable_orbit_slots:
         hooks.require_applied()
@@ -131,6 +133,7 @@ def around_init(original: Callable, server_args: ServerArgs, *args: Any, **kwarg
         if not server_args.disable_piecewise_cuda_graph:
             logger.info("Disable piecewise CUDA graph: the slot of a batch is chosen in Python, outside the graph")
             server_args.disable_piecewise_cuda_graph = True
+        server_args.disable_shared_experts_fusion = True  # shared experts have adapters of their own
 
 
 def after_add_cli_args(result: None, parser: argparse.ArgumentParser) -> None:

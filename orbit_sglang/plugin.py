@@ -3,7 +3,7 @@
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookType
 
-from orbit_sglang import cpu, flags, forward, hooks, launch, reporting, routes, scheduler, seeds
+from orbit_sglang import cpu, flags, forward, hooks, latent_attention, launch, reporting, routes, scheduler, seeds
 from orbit_sglang.quant import compressed_tensors, experts, fp8, loading, modelopt
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
@@ -48,6 +48,7 @@ def hook_table() -> list[hooks.Hook | hooks.CpuAttribute]:
         *compressed_tensors.hook_table(),
         *modelopt.hook_table(),
         *experts.hook_table(),
+        *latent_attention.hook_table(),
         hook(_RUNNER + "load_model", after, forward.after_load_model, ("self",)),
         hook(_RUNNER + "forward", around, forward.around_forward, ("self", "forward_batch")),
         hook(

@@ -34,8 +34,9 @@ def shares(module: str, layer: LinearBase) -> dict[str, Share]:
     if isinstance(layer, RowParallelLinear):
         held = _piece(layer.input_size_per_partition, layer.tp_rank)
         return {parts[0]: Share(shape=(layer.output_size, len(columns)), rows=range(layer.output_size), columns=held)}
-    if not isinstance(layer, ColumnParallelLinear):
-        return {parts[0]: Share.whole(layer.output_size, len(columns))}
+    if not isinstance(layer, ColumnParallelLinear):  # every rank has all of it
+        rows = getattr(layer, "output_sizes", [layer.output_size])
+        return {part: Share.whole(part_rows, len(columns)) for part, part_rows in zip(parts, rows, strict=True)}
     # Key and value heads that are fewer than the ranks are held by several of them.
     replicas = [1, *[layer.num_kv_head_replicas] * 2] if isinstance(layer, QKVParallelLinear) else [1] * len(parts)
     return {

@@ -6,17 +6,26 @@ import logging
 import torch
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 
 from orbit_kernels.wire import Adapter, AdapterError
 from orbit_sglang.config import SlotsConfig
-from orbit_sglang.naming import FUSED_PARTS
+from orbit_sglang.naming import FUSED_PARTS, language_modules
 from orbit_sglang.quant.experts import ReferenceExperts
 from orbit_sglang.sharding import Share, shares
-from orbit_sglang.slotted import LINEARS, AdaptedLayer, BatchSlots, SharedExperts, SlottedExperts, SlottedLinear
+from orbit_sglang.slotted import (
+    LINEARS,
+    AdaptedLatent,
+    AdaptedLayer,
+    BatchSlots,
+    SharedExperts,
+    SlottedExperts,
+    SlottedLinear,
+)
 
 logger = logging.getLogger(__name__)
 
-SLOTTED_LINEARS = (*FUSED_PARTS, "o_proj", "down_proj")
+SLOTTED_LINEARS = (*FUSED_PARTS, "o_proj", "down_proj", "q_proj", "q_b_proj", "kv_a_proj_with_mqa")
 
 
 class PreparedAdapter:
@@ -61,15 +70,17 @@ class SlotBank:
         self._shapes: dict[str, tuple[int, int]] = {}
         self.slotted_linears: list[SlottedLinear] = []
         self._dtype = dtype
-        for name, layer in model.named_modules():
+        for name, layer in language_modules(model):
             if name.rsplit(".", 1)[-1] in SLOTTED_LINEARS and isinstance(layer, LinearBase):
                 self._add_linear(shares(name, layer), layer)
+            elif isinstance(layer, DeepseekV2AttentionMLA):
+                self._add_latent(shares(f"{name}.kv_b_proj", layer.kv_b_proj), layer)
             elif isinstance(layer, FusedMoE):
                 self._add_experts(name, layer)
         if not self.slotted_linears:
             raise ValueError(
                 f"{type(model).__name__} has no linear named {', '.join(SLOTTED_LINEARS)} that an adapter with "
-                f"{config.size_flag} {config.size} fits; serve a Qwen3 or Llama model, or change {config.size_flag}"
+                f"{config.size_flag} {config.size} fits; serve a Qwen3, Llama, DeepSeek-V3 or Kimi-K2 model, or change {config.size_flag}"
             )
         logger.info(
             "%s slots on %d linears, fused projections %s",
@@ -97,11 +108,21 @@ class SlotBank:
         if linear is not None:
             AdaptedLayer(linear, layer, self.batch)
 
+    def _add_latent(self, parts: dict[str, Share], attention: DeepseekV2AttentionMLA) -> None:
+        """An adapter of ``kv_b_proj`` that acts on its input; one of its output would change what all slots absorbed."""
+        linear = self._slotted(parts) if self._config.method.acts_on_input else None
+        if linear is not None:
+            AdaptedLatent(linear, attention.kv_a_layernorm, self.batch)
+
     def _add_experts(self, name: str, layer: FusedMoE) -> None:
         """Adapters on the experts that the reference computes; SGLang's own kernels have no place for any."""
         method = layer.quant_method
         if not isinstance(method, ReferenceExperts):
-            logger.warning("No slot: the experts of %s are computed by SGLang's own kernel", name)
+            logger.warning(
+                "No slot: the experts of %s are computed by SGLang's own kernel; name targets without them, e.g. "
+                "shared_experts.up_proj",
+                name,
+            )
             return
         if self._config.experts == "shared":
             shared = {group: self._slotted(method.linear(group, None)) for group in method.groups}

@@ -22,7 +22,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from orbit_kernels.formats import Mxfp4Format
 from orbit_kernels.formats.base import as_dtype
 from orbit_sglang.hooks import Hook
-from orbit_sglang.naming import FUSED_PARTS
+from orbit_sglang.naming import packed_modules_mapping, without_language_prefix
 from orbit_sglang.quant import linear
 
 _PACKAGE = "sglang.srt.layers.quantization.compressed_tensors.compressed_tensors."
@@ -54,6 +54,13 @@ def hook_table() -> list[Hook]:
             around,
             around_scheme,
             ("self", "weight_quant", "input_quant"),
+            cpu_only=True,
+        ),
+        Hook(
+            method + "create_weights",
+            after,
+            after_create_weights,
+            ("self", "layer", "input_size_per_partition", "output_partition_sizes"),
             cpu_only=True,
         ),
         *linear.method_hooks(method),
@@ -110,15 +117,20 @@ class WeightOnlyNvfp4Scheme(CompressedTensorsW4A4Fp4):
 
 
 def after_from_config(result: CompressedTensorsConfig, cls: type, config: dict[str, Any]) -> CompressedTensorsConfig:
-    """After ``from_config``: let the names of parts in ``ignore`` reach the fused linears.
-
-    SGLang 0.5.12 matches them through ``packed_modules_mapping``, which its Qwen3 and Llama models do not define; the
-    linear is then quantised although the checkpoint's is not, and stays uninitialised.
-    """
+    """After ``from_config``: let the names in ``ignore`` reach the fused linears, and those of a language model."""
     if linear.slots_enabled():
-        fused = {name: list(parts) for name, parts in FUSED_PARTS.items()}
-        result.packed_modules_mapping = {**fused, **result.packed_modules_mapping}
+        result.packed_modules_mapping = packed_modules_mapping(result.packed_modules_mapping)
+        result.ignore = without_language_prefix(result.ignore)
     return result
+
+
+def after_create_weights(result: None, method: Any, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+    """After ``create_weights``: a packed weight is also called ``weight``, as SGLang itself does for MLPs.
+
+    ``DeepseekV2AttentionMLA`` asks for the dtype of that (``models/deepseek_v2.py:1536`` of SGLang 0.5.12).
+    """
+    if linear.slots_enabled() and hasattr(layer, "weight_packed"):
+        layer.weight = layer.weight_packed
 
 
 def around_check_scheme(original: Callable, config: CompressedTensorsConfig, min_capability: int, error: bool = True):

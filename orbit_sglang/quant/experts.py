@@ -8,6 +8,7 @@ Dimension suffixes: T tokens, K experts of a token, D hidden.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
 from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput, StandardDispatchOutput
-from sglang.srt.layers.moe.topk import fused_topk_torch_native
+from sglang.srt.layers.moe.topk import biased_grouped_topk_impl, fused_topk_torch_native
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.server_args import get_global_server_args
@@ -37,7 +38,7 @@ from orbit_kernels.frozen import StoredWeight
 from orbit_sglang.config import FrozenBaseConfig
 from orbit_sglang.hooks import Hook
 from orbit_sglang.quant import linear
-from orbit_sglang.quant.scheme import read_scheme
+from orbit_sglang.quant.scheme import language_prefix, read_scheme
 from orbit_sglang.sharding import Share
 
 _LAYER = "sglang.srt.layers.moe.fused_moe_triton.layer."
@@ -56,6 +57,13 @@ def hook_table() -> list[Hook]:
         Hook(_LAYER + "FusedMoE.__init__", around, around_layer, ("self", "num_experts"), cpu_only=True),
         Hook(_RUNNER + "check_quantized_moe_compatibility", around, around_block_check, ("self",), cpu_only=True),
         Hook(_TOPK + "fused_topk", around, around_topk, ("hidden_states", "gating_output", "topk"), cpu_only=True),
+        Hook(
+            _TOPK + "biased_grouped_topk",
+            around,
+            around_biased_topk,
+            ("hidden_states", "gating_output", "correction_bias", "topk"),
+            cpu_only=True,
+        ),
     ]
 
 
@@ -204,7 +212,8 @@ def around_layer(
         config = FrozenBaseConfig.from_server_args(server_args)
         scheme = read_scheme(server_args.model_path)
         buffer = _buffer(config.experts_per_chunk)
-        quant_config = _ReferenceConfig(ReferenceExperts(prefix, scheme, config, buffer))
+        name = language_prefix(server_args.model_path) + prefix
+        quant_config = _ReferenceConfig(ReferenceExperts(name, scheme, config, buffer))
     original(layer, *args, quant_config=quant_config, prefix=prefix, **kwargs)
 
 
@@ -225,6 +234,16 @@ def around_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Around ``fused_topk``, which without AMX is a CUDA kernel (``layers/moe/topk.py:1209`` of SGLang 0.5.12)."""
     return fused_topk_torch_native(hidden_states, gating_output, topk, renormalize, correction_bias, scoring_func)
+
+
+def around_biased_topk(
+    original: Callable, *, gating_output: torch.Tensor, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Around ``biased_grouped_topk``: SGLang's plain code, uncompiled, on fp32 logits as its CUDA kernels take them.
+
+    Without AMX it is compiled (``layers/moe/topk.py:901`` of SGLang 0.5.12) and its scores have the dtype of the logits.
+    """
+    return inspect.unwrap(biased_grouped_topk_impl)(gating_output=gating_output.float(), **kwargs)
 
 
 @functools.cache

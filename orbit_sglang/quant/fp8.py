@@ -5,9 +5,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.plugins.hook_registry import HookType
 
 from orbit_sglang.hooks import Hook
+from orbit_sglang.naming import packed_modules_mapping, without_language_prefix
 from orbit_sglang.quant import linear
 from orbit_sglang.quant.parameter import StackedParameter
 
@@ -21,6 +23,7 @@ def hook_table() -> list[Hook]:
     """The hooks of this family."""
     method = _FP8 + "Fp8LinearMethod."
     return [
+        Hook(_FP8 + "Fp8Config.from_config", HookType.AFTER, after_from_config, ("cls", "config")),
         Hook(
             _FP8 + "Fp8Config.get_supported_act_dtypes",
             HookType.AFTER,
@@ -45,12 +48,21 @@ def hook_table() -> list[Hook]:
     ]
 
 
+def after_from_config(result: Fp8Config, cls: type, config: dict[str, Any]) -> Fp8Config:
+    """After ``from_config``: let the names of ignored layers reach the fused linears, and those of a language model."""
+    if linear.slots_enabled() and result.ignored_layers:
+        result.packed_modules_mapping = packed_modules_mapping(result.packed_modules_mapping)
+        result.ignored_layers = without_language_prefix(result.ignored_layers)
+    return result
+
+
 def around_create_weights(
     original: Callable,
     method: Any,
     layer: torch.nn.Module,
-    *,
+    input_size_per_partition: int,
     output_partition_sizes: Sequence[int],
+    *args: Any,
     weight_loader: Callable,
     **kwargs: Any,
 ) -> None:
@@ -58,18 +70,19 @@ def around_create_weights(
 
     SGLang refuses such parts, because its kernels read one grid of scales for the fused weight.
     """
-    kwargs.update(output_partition_sizes=output_partition_sizes, weight_loader=weight_loader)
+    positional = (method, layer, input_size_per_partition, output_partition_sizes, *args)
+    kwargs["weight_loader"] = weight_loader
     block = method.quant_config.weight_block_size
     ragged = block and len(output_partition_sizes) > 1 and any(rows % block[0] for rows in output_partition_sizes)
     if not (ragged and linear.slots_enabled()):
-        original(method, layer, **kwargs)
+        original(*positional, **kwargs)
         return
     logger.warning(
         "Fused parts of %s rows: SGLang's CUDA kernels refuse parts that end inside a block of %s rows",
         list(output_partition_sizes),
         block[0],
     )
-    original(method, layer, **{**kwargs, "skip_block_quant_check": True})
+    original(*positional, **{**kwargs, "skip_block_quant_check": True})
     part_rows = [-(-rows // block[0]) for rows in output_partition_sizes]
     stacked = layer.weight_scale_inv.new_empty(sum(part_rows), layer.weight_scale_inv.shape[1])
     layer.register_parameter(SCALE, StackedParameter(data=stacked, part_rows=part_rows, weight_loader=weight_loader))

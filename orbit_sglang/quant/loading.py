@@ -9,14 +9,18 @@ from typing import Any
 import torch
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.server_args import get_global_server_args
 from sglang.srt.utils import is_cpu
 
+from orbit_kernels.formats import BaseScheme
 from orbit_kernels.frozen import StoredWeight
 from orbit_kernels.manifest import BaseManifest
+from orbit_sglang import latent_attention
 from orbit_sglang.config import FrozenBaseConfig
 from orbit_sglang.quant import experts, linear, stored
-from orbit_sglang.quant.scheme import read_scheme
+from orbit_sglang.quant.scheme import read_config, read_scheme
+from orbit_sglang.quant.streamed import StreamedExperts, has_own_kernels
 from orbit_sglang.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -45,12 +49,14 @@ def around_load(
         scheme = read_scheme(server_args.model_path)
         if not hasattr(model, "orbit_base"):
             stored.invalidate_scales(model, scheme)
-        result = load(weights)
+        passing = _streamed_experts(model, scheme, server_args.model_path)
+        result = load(weights if passing is None else passing.watch(weights))
         linears = stored.stored_linears(model, scheme) | experts.stored_experts(model)
         stored.check_values(linears)
-        model.orbit_base = _record(model, linears)
+        model.orbit_base = _record(model, linears, passing)
         if is_cpu():
             _attach_reference(model, linears, FrozenBaseConfig.from_server_args(server_args))
+            latent_attention.absorb(model, linears)
         return result
 
     model.load_weights = load_and_record  # SGLang repacks in the same call, so there is no later place
@@ -60,11 +66,29 @@ def around_load(
         del model.load_weights
 
 
-def _record(model: torch.nn.Module, linears: Mapping[str, Mapping[str, StoredWeight]]) -> dict[str, Any]:
+def _streamed_experts(model: torch.nn.Module, scheme: BaseScheme, model_path: str) -> StreamedExperts | None:
+    """What records experts on their way to SGLang's own kernels; None where the reference holds them, or there are none."""
+    if not has_own_kernels(model):
+        return None
+    config = read_config(model_path)
+    ranks = get_tp_group()
+    (dtype,) = {module.weight.dtype for module in model.modules() if isinstance(module, VocabParallelEmbedding)}
+    return StreamedExperts(
+        scheme, config.get("text_config", config), dtype, rank=ranks.rank_in_group, num_ranks=ranks.world_size
+    )
+
+
+def _record(
+    model: torch.nn.Module, linears: Mapping[str, Mapping[str, StoredWeight]], passed: StreamedExperts | None
+) -> dict[str, Any]:
     """The manifest of the base on all ranks, as JSON values."""
     start = time.perf_counter()
-    formats = {part: weight.format for parts in linears.values() for part, weight in parts.items()}
+    stored_as = {part: weight.format for parts in linears.values() for part, weight in parts.items()}
+    # Routers are never quantised; SGLang has them as linears in one family and not in another.
+    formats = {part: weight_format for part, weight_format in stored_as.items() if not part.endswith(".mlp.gate")}
     manifest = BaseManifest.of(formats, stored.checkpoint_tensors(model, linears))
+    if passed is not None:
+        manifest = BaseManifest.union([manifest, passed.manifest()])
     manifest = BaseManifest.union(Ranks(get_tp_group()).gather(manifest))
     logger.info("Digests of %d base tensors took %.1f s", len(manifest.tensors), time.perf_counter() - start)
     return dataclasses.asdict(manifest)

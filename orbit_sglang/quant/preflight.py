@@ -2,31 +2,41 @@
 
 import copy
 import logging
+import math
+import re
 from collections.abc import Mapping
+from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from sglang.srt.utils import cpu_has_amx_support
+from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, PretrainedConfig, PreTrainedModel
 
 from orbit_kernels.checkpoint import HFCheckpoint
 from orbit_kernels.formats import (
     BaseScheme,
     Bf16Format,
+    Fp8Format,
     Int4Format,
     Mxfp4Format,
     Nvfp4Format,
     TensorSpec,
     WeightFormat,
 )
-from orbit_kernels.fusing import GATE_UP, fused_with
-from orbit_sglang.quant.scheme import read_scheme
+from orbit_kernels.fusing import GATE_UP, LATENTS, fused_with
+from orbit_sglang.naming import LANGUAGE_PREFIXES, is_language
+from orbit_sglang.quant.scheme import language_prefix, read_config, read_scheme
 
 logger = logging.getLogger(__name__)
 
-CHECKED_FAMILIES = ("llama", "qwen3", "qwen3_moe")
+CHECKED_FAMILIES = ("llama", "qwen3", "qwen3_moe", "deepseek_v3", "kimi_k2", "kimi_k25")
+# What SGLang 0.5.12 reads of these without a default (models/deepseek_v2.py:350 and 1920), and computes as published.
+LATENT_FAMILIES = ("deepseek_v3", "kimi_k2")
+PUBLISHED_FIELDS = {"topk_method": "noaux_tc", "moe_layer_freq": 1, "scoring_func": "sigmoid"}
 TIED_HEAD = "lm_head.weight"
 # SGLang converts a plain tensor of any dtype; codes without a scale would become numbers.
 PLAIN_DTYPES = (torch.float16, torch.float32, torch.float64)
 EXPERTS = ".mlp.experts."
+ROUTER_BIAS = ".e_score_correction_bias"
 STACKED_EXPERTS = {"gate_up_proj": GATE_UP, "down_proj": ("down_proj",)}
 
 
@@ -43,19 +53,53 @@ def check_checkpoint(model_path: str, device: str) -> None:
             fused into one and differ in their global scale.
     """
     scheme = read_scheme(model_path)
-    config = AutoConfig.from_pretrained(model_path)
-    if config.model_type not in CHECKED_FAMILIES:
-        logger.warning("Tensors of a %s checkpoint are not checked; known are %s", config.model_type, CHECKED_FAMILIES)
+    fields = read_config(model_path)
+    _check_attention(fields)
+    family = fields.get("model_type")
+    if family not in CHECKED_FAMILIES:
+        logger.warning("Tensors of a %s checkpoint are not checked; known are %s", family, CHECKED_FAMILIES)
         return
+    config = _language_config(model_path, fields)
     _check_layers(config)
-    model = _meta_model(config)
-    formats = _quantized_linears(model, scheme)
+    if device == "cpu":
+        _check_cpu(config)
+    model, prefix = _meta_model(config), language_prefix(model_path)
+    formats = _quantized_linears(model, prefix, scheme)
     _check_device(formats, device)
     checkpoint = HFCheckpoint(model_path)
-    checkpoint.check(_expected_tensors(model, formats), optional=frozenset({TIED_HEAD}))
+    checkpoint.check(_expected_tensors(model, prefix, formats), optional=_unused(checkpoint, prefix, config))
     checkpoint.check_values(formats)
     if device != "cpu":
+        _check_latents(formats, device)
         _check_global_scales(checkpoint, formats, device)
+
+
+def _check_attention(fields: Mapping[str, Any]) -> None:
+    """Refuse attention over chosen tokens: the indexer reads latents that have an adapter's rotation, and was not compared."""
+    text = fields.get("text_config") or fields
+    if text.get("index_topk") is not None:
+        raise ValueError(
+            f"index_topk {text['index_topk']}: sparse attention (DeepSeek-V3.2) is not served with slots; serve DeepSeek-V3 "
+            "or Kimi-K2, or start without --enable-orbit-slots"
+        )
+
+
+def _language_config(model_path: str, fields: Mapping[str, Any]) -> PretrainedConfig:
+    """transformers' configuration of the language model; it knows Kimi-K2 as DeepSeek-V3.
+
+    Raises:
+        ValueError: SGLang would compute another router than the published one, or fail to build any.
+    """
+    text = fields["text_config"] if fields["model_type"] in LANGUAGE_PREFIXES else fields
+    if text["model_type"] not in LATENT_FAMILIES:
+        return AutoConfig.from_pretrained(model_path)
+    for field, published in PUBLISHED_FIELDS.items():
+        if text.get(field) != published:
+            raise ValueError(
+                f"config.json: {field} is {text.get(field)!r}, must be {published!r}: SGLang's router and layers of a "
+                f"{text['model_type']} are made for that; correct the file if the checkpoint is one"
+            )
+    return DeepseekV3Config(**{field: value for field, value in text.items() if field != "model_type"})
 
 
 def _check_layers(config: PretrainedConfig) -> None:
@@ -69,6 +113,15 @@ def _check_layers(config: PretrainedConfig) -> None:
         )
 
 
+def _check_cpu(config: PretrainedConfig) -> None:
+    """Refuse SGLang's operators for AMX that read the weights of shared experts past their ``apply`` (deepseek_v2.py:823)."""
+    if config.model_type in LATENT_FAMILIES and cpu_has_amx_support():
+        raise ValueError(
+            f"--device cpu: SGLang's CPU kernels (sgl-kernel) would compute a {config.model_type} past the adapters of its "
+            "shared experts; serve where they are not installed, or on a GPU"
+        )
+
+
 def _meta_model(config: PretrainedConfig) -> PreTrainedModel:
     """The unquantised model with names and shapes but no weights."""
     plain = copy.deepcopy(config)
@@ -78,10 +131,11 @@ def _meta_model(config: PretrainedConfig) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(plain)
 
 
-def _quantized_linears(model: PreTrainedModel, scheme: BaseScheme) -> dict[str, WeightFormat]:
-    linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    linears += [name.removesuffix(".weight") for name in _parameters(model) if EXPERTS in name]
-    formats = {name: scheme.common_format(fused_with(name)) for name in linears}
+def _quantized_linears(model: PreTrainedModel, prefix: str, scheme: BaseScheme) -> dict[str, WeightFormat]:
+    linears = [prefix + name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    linears += [name.removesuffix(".weight") for name in _tensors(model, prefix) if EXPERTS in name]
+    known = set(linears)
+    formats = {name: scheme.common_format([part for part in fused_with(name) if part in known]) for name in linears}
     return {name: weight_format for name, weight_format in formats.items() if not isinstance(weight_format, Bf16Format)}
 
 
@@ -112,7 +166,7 @@ def _check_global_scales(checkpoint: HFCheckpoint, formats: Mapping[str, WeightF
     for name, weight_format in formats.items():
         if not isinstance(weight_format, Nvfp4Format):
             continue
-        stored = [f"{part}.{weight_format.global_scale_leaf}" for part in fused_with(name)]
+        stored = [f"{part}.{weight_format.global_scale_leaf}" for part in fused_with(name) if part in formats]
         values = [checkpoint.tensor(leaf).item() for leaf in stored]
         if len(set(values)) > 1:
             found = ", ".join(f"{leaf} is {value}" for leaf, value in zip(stored, values, strict=True))
@@ -122,10 +176,39 @@ def _check_global_scales(checkpoint: HFCheckpoint, formats: Mapping[str, WeightF
             )
 
 
-def _expected_tensors(model: PreTrainedModel, quantized: Mapping[str, WeightFormat]) -> dict[str, TensorSpec]:
+def _check_latents(formats: Mapping[str, WeightFormat], device: str) -> None:
+    """Refuse what SGLang 0.5.12 has no code for on a GPU (``deepseek_weight_loader.py:461``, ``deepseek_v2.py:1536``).
+
+    It absorbs ``kv_b_proj`` if that is plain or FP8, and fuses the projections of the latents if these have a ``weight``.
+    """
+    for name, weight_format in formats.items():
+        leaf = name.rsplit(".", 1)[-1]
+        absorbed = leaf == "kv_b_proj" and not isinstance(weight_format, Fp8Format)
+        if absorbed or (leaf in LATENTS and "weight" not in weight_format.specs(128, 128)):
+            raise ValueError(
+                f"{name}: {weight_format.describe()}: SGLang's latent attention has no place for it on {device}; leave "
+                "attention unquantised, as published checkpoints do, or serve with --device cpu"
+            )
+
+
+def _unused(checkpoint: HFCheckpoint, prefix: str, config: PretrainedConfig) -> frozenset[str]:
+    """Tensors that may be there and are not needed: a tied head, layers that predict further tokens, what sees images."""
+    layer = re.compile(rf"{re.escape(prefix)}model\.layers\.(\d+)\.")
+    beyond = config.num_hidden_layers if config.model_type in LATENT_FAMILIES else math.inf
+    found = ((name, layer.match(name)) for name in checkpoint.specs)
+    unused = {
+        name for name, match in found if (prefix and not is_language(name)) or (match and int(match[1]) >= beyond)
+    }
+    return frozenset({prefix + TIED_HEAD, *unused})
+
+
+def _expected_tensors(
+    model: PreTrainedModel, prefix: str, quantized: Mapping[str, WeightFormat]
+) -> dict[str, TensorSpec]:
     """Every tensor of the checkpoint by name, a tied head only as the embeddings; plain ones of any width but bytes."""
     expected = {
-        name: TensorSpec(tuple(shape), torch.bfloat16, also=PLAIN_DTYPES) for name, shape in _parameters(model).items()
+        name: TensorSpec(tuple(shape), torch.bfloat16, also=PLAIN_DTYPES)
+        for name, shape in _tensors(model, prefix).items()
     }
     for name, weight_format in quantized.items():
         weight = expected.pop(f"{name}.weight")
@@ -133,17 +216,18 @@ def _expected_tensors(model: PreTrainedModel, quantized: Mapping[str, WeightForm
     return expected
 
 
-def _parameters(model: PreTrainedModel) -> dict[str, torch.Size]:
-    """Shapes of the parameters by name; experts, which transformers 5 stacks, one by one as a file holds them."""
-    shapes = {}
+def _tensors(model: PreTrainedModel, prefix: str) -> dict[str, torch.Size]:
+    """Shapes of the tensors by name; experts, which transformers 5 stacks, one by one as a file holds them."""
+    biases = {name: value.shape for name, value in model.named_buffers() if name.endswith(ROUTER_BIAS)}
+    shapes = {prefix + name: shape for name, shape in biases.items()}
     for name, value in model.named_parameters():
-        prefix, _, leaf = name.rpartition(".")
-        if not prefix.endswith(EXPERTS.rstrip(".")):
-            shapes[name] = value.shape
+        module, _, leaf = name.rpartition(".")
+        if not module.endswith(EXPERTS.rstrip(".")):
+            shapes[prefix + name] = value.shape
             continue
         parts = STACKED_EXPERTS[leaf]
         num_experts, rows, columns = value.shape
         for expert in range(num_experts):
             for part in parts:
-                shapes[f"{prefix}.{expert}.{part}.weight"] = torch.Size((rows // len(parts), columns))
+                shapes[f"{prefix}{module}.{expert}.{part}.weight"] = torch.Size((rows // len(parts), columns))
     return shapes

@@ -3,8 +3,10 @@
 import functools
 import json
 import pathlib
+from typing import Any
 
 from orbit_kernels.formats import BaseScheme, read_base_scheme
+from orbit_sglang.naming import LANGUAGE_PREFIXES
 
 
 def read_scheme(model_path: str) -> BaseScheme:
@@ -13,10 +15,28 @@ def read_scheme(model_path: str) -> BaseScheme:
     Raises:
         ValueError: there is no such folder, or its quantisation is not one of those implemented.
     """
+    return _read(_text(model_path))
+
+
+def read_config(model_path: str) -> dict[str, Any]:
+    """The content of a checkpoint folder's ``config.json``.
+
+    Raises:
+        ValueError: there is no such folder.
+    """
+    return json.loads(_text(model_path))
+
+
+def language_prefix(model_path: str) -> str:
+    """What stands in front of the language model's names in this checkpoint; SGLang leaves it out while it builds."""
+    return LANGUAGE_PREFIXES.get(read_config(model_path).get("model_type"), "")
+
+
+def _text(model_path: str) -> str:
     path = pathlib.Path(model_path) / "config.json"
     if not path.is_file():
         raise ValueError(f"model path {model_path}: no {path.name} there; download the model and name its folder")
-    return _read(path.read_text())
+    return path.read_text()
 
 
 @functools.cache

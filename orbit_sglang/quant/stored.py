@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -11,7 +12,7 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from orbit_kernels.formats import BaseScheme, Bf16Format, TensorSpec, WeightFormat
 from orbit_kernels.frozen import StoredWeight
 from orbit_kernels.manifest import Cut
-from orbit_sglang.naming import part_names
+from orbit_sglang.naming import language_modules, part_names
 from orbit_sglang.sharding import Share, shares
 
 SHAPE_LEAF = "weight_shape"
@@ -28,7 +29,7 @@ def invalidate_scales(model: torch.nn.Module, scheme: BaseScheme) -> None:
 
     SGLang allocates parameters uninitialised, and only warns of a tensor of the checkpoint that it has no place for.
     """
-    for name, module in model.named_modules():
+    for name, module in language_modules(model):
         if isinstance(module, LinearBase) and is_quantized(module):
             leaves = scheme.format_of(part_names(name)[0]).value_leaves
             for parameter in (getattr(module, leaf) for leaf in leaves if leaf in dict(module.named_parameters())):
@@ -64,7 +65,7 @@ def stored_linears(model: torch.nn.Module, scheme: BaseScheme) -> dict[str, dict
     """
     return {
         name: _stored_parts(name, module, scheme)
-        for name, module in model.named_modules()
+        for name, module in language_modules(model)
         if isinstance(module, LinearBase)
     }
 
@@ -76,7 +77,7 @@ def checkpoint_tensors(
 
     A tensor that the ranks divide has its ``Cut`` behind its name.
     """
-    for name, module in model.named_modules():
+    for name, module in language_modules(model):
         if isinstance(module, LinearBase) and name in linears:
             yield from _of_linear(shares(name, module), linears[name], module.bias)
         elif name in linears:  # experts
@@ -84,7 +85,9 @@ def checkpoint_tensors(
                 yield from ((f"{part}.{leaf}", tensor) for leaf, tensor in weight.tensors.items())
         elif isinstance(module, VocabParallelEmbedding):
             yield from _of_vocabulary(name, module)
-        elif not isinstance(module, RadixAttention):  # its scales are of the KV cache, which is not quantised
+        elif not isinstance(
+            module, RadixAttention | FusedMoE
+        ):  # scales of the KV cache; experts of SGLang's own kernels
             for leaf, parameter in module.named_parameters(recurse=False):
                 yield f"{name}.{leaf}", parameter.detach()
 

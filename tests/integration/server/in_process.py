@@ -37,25 +37,38 @@ class Served:
         self.runner = runner
         self.model = runner.model
 
-    def stage(self, adapter: Adapter) -> None:
-        """Place an adapter in ``ADAPTED_SLOT``."""
-        self.runner.orbit_slots.prepare(adapter.encode()).write(ADAPTED_SLOT)
+    def stage(self, adapter: Adapter, slot: int = ADAPTED_SLOT) -> None:
+        """Place an adapter in a slot."""
+        self.runner.orbit_slots.prepare(adapter.encode()).write(slot)
 
     def greedy(self, prompt: list[int], num_tokens: int, slot: int = BASE_SLOT) -> tuple[list[int], torch.Tensor]:
         """Tokens, and the log-probs of the whole vocabulary for each of them [num_tokens, V], computed step by step."""
-        req = Req("0", "", prompt, SamplingParams(temperature=0, max_new_tokens=num_tokens))
-        req.fill_ids, req.logprob_start_len = req.origin_input_ids, -1
-        req.set_extend_input_len(len(prompt))
-        req.orbit = RequestVersion(version=slot, slot=slot, chosen=True, base_key=None)
-        token, logits_1V, batch = extend([req], self.runner)
-        tokens, logits = [token.item()], [logits_1V]
+        (answer,) = self.together([prompt], [slot], num_tokens)
+        return answer
+
+    def together(
+        self, prompts: list[list[int]], slots: list[int], num_tokens: int
+    ) -> list[tuple[list[int], torch.Tensor]]:
+        """What ``greedy`` answers to each prompt in its slot, from one batch."""
+        reqs = [_request(str(rid), *one, num_tokens) for rid, one in enumerate(zip(prompts, slots, strict=True))]
+        next_R, logits_RV, batch = extend(reqs, self.runner)
+        tokens, logits = [next_R], [logits_RV]
         while len(tokens) < num_tokens:
-            token, logits_1V = decode(token, batch, self.runner)
-            tokens.append(token.item())
-            logits.append(logits_1V)
+            next_R, logits_RV = decode(tokens[-1], batch, self.runner)
+            tokens.append(next_R)
+            logits.append(logits_RV)
         self.runner.req_to_token_pool.clear()
         self.runner.token_to_kv_pool_allocator.clear()
-        return tokens, torch.cat(logits).float().log_softmax(-1)
+        logprobs_RTV = torch.stack(logits, dim=1).float().log_softmax(-1)
+        return list(zip(torch.stack(tokens, dim=1).tolist(), logprobs_RTV, strict=True))
+
+
+def _request(rid: str, prompt: list[int], slot: int, num_tokens: int) -> Req:
+    req = Req(rid, "", prompt, SamplingParams(temperature=0, max_new_tokens=num_tokens))
+    req.fill_ids, req.logprob_start_len = req.origin_input_ids, -1
+    req.set_extend_input_len(len(prompt))
+    req.orbit = RequestVersion(version=slot, slot=slot, chosen=True, base_key=None)
+    return req
 
 
 @contextlib.contextmanager

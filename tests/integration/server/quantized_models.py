@@ -4,17 +4,20 @@ import json
 import pathlib
 import re
 import shutil
+import tempfile
 
 import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from orbit_kernels.adapter import AdapterConfig, split_name, tensor_name
 from orbit_kernels.checkpoint import HFCheckpoint
 from orbit_kernels.formats import Fp8Format, Int4Format, Mxfp4Format, Nvfp4Format, WeightFormat, read_base_scheme
 from orbit_kernels.formats.scheme.write import quantization_config
 from orbit_kernels.frozen import StoredWeight
 from orbit_kernels.fusing import fused_with
 from orbit_kernels.manifest import BaseManifest, first_difference
+from orbit_kernels.methods import AdapterMethod
 from orbit_kernels.wire import Adapter
 
 STYLES: dict[str, WeightFormat] = {
@@ -27,12 +30,18 @@ STYLES: dict[str, WeightFormat] = {
     "nvfp4_modelopt": Nvfp4Format(style="modelopt"),
     "mxfp4": Mxfp4Format(),
 }
-_LINEAR = re.compile(r"(?P<module>model\.layers\.\d+\..*_proj)\.weight")
-_LARGEST_INPUT = {"q_proj": 6.0, "k_proj": 7.0, "v_proj": 8.0, "gate_proj": 5.0, "up_proj": 6.0}
+_LINEAR = re.compile(r"(?P<module>(language_model\.)?model\.layers\.\d+\..*_proj(_with_mqa)?)\.weight")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+_LARGEST_INPUT = {
+    **{"q_proj": 6.0, "k_proj": 7.0, "v_proj": 8.0, "gate_proj": 5.0, "up_proj": 6.0},
+    **{"q_a_proj": 6.0, "kv_a_proj_with_mqa": 7.0},
+}
 
 
-def save(source: pathlib.Path, folder: pathlib.Path, style: str, plain: str = "lm_head") -> pathlib.Path:
-    """A BF16 checkpoint with its linears quantised, but for those with ``plain`` in their name.
+def save(
+    source: pathlib.Path, folder: pathlib.Path, style: str, plain: str = "lm_head", only: str = ""
+) -> pathlib.Path:
+    """A BF16 checkpoint with its linears quantised that have ``only`` in their name and not ``plain``.
 
     The parts of a fused linear have NVFP4 scales of their own.
     """
@@ -41,7 +50,7 @@ def save(source: pathlib.Path, folder: pathlib.Path, style: str, plain: str = "l
     tensors, ignored = {}, {"lm_head"}
     for name in checkpoint.specs:
         match = _LINEAR.fullmatch(name)
-        if match is None or plain in name:
+        if match is None or plain in name or only not in name:
             tensors[name] = checkpoint.tensor(name)
             ignored |= {match["module"]} if match else set()
             continue
@@ -75,10 +84,79 @@ def difference_from_files(folder: pathlib.Path, served: BaseManifest) -> str | N
     """The first difference between a served base and the files of its checkpoint, read without SGLang."""
     checkpoint = HFCheckpoint(folder)
     scheme = read_base_scheme(_config_fields(folder))
-    modules = {name.rsplit(".", 1)[0] for name in checkpoint.specs if "_proj." in name}
+    modules = {name.rsplit(".", 1)[0] for name in checkpoint.specs if "_proj." in name or "_proj_with_mqa." in name}
     formats = {module: scheme.format_of(module) for module in modules}
     files = BaseManifest.of(formats, ((name, checkpoint.tensor(name)) for name in checkpoint.specs), served.cuts)
     return first_difference(files, served, ("the files", "the server"))
+
+
+def linear_shapes(folder: pathlib.Path) -> dict[str, tuple[int, int]]:
+    """Rows and columns of every linear of an unquantised checkpoint, experts among them, by name."""
+    matches = {_LINEAR.fullmatch(name): spec for name, spec in HFCheckpoint(folder).specs.items()}
+    return {match["module"]: tuple(spec.shape) for match, spec in matches.items() if match}
+
+
+def random_adapter(
+    plain: pathlib.Path,
+    seed: int,
+    method: AdapterMethod,
+    *,
+    tied: bool = True,
+    shared_experts: bool = False,
+    without: tuple[str, ...] = (),
+    scale: float = 0.05,
+) -> Adapter:
+    """An adapter of every linear of an unquantised checkpoint, but for those whose leaf name is in ``without``.
+
+    The parts of a fused projection share what acts on the input in a tied one, and all experts of a layer all of it where
+    they are shared.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    tied_tensors: dict[tuple[str, ...], torch.Tensor] = {}
+    for module, shape in linear_shapes(plain).items():
+        name = _EXPERT.sub(".experts.", module) if shared_experts else module
+        if name.rsplit(".", 1)[-1] in without:
+            continue
+        for leaf, size in method.shapes(*shape).items():
+            tensor = scale * torch.randn(size, generator=generator)
+            if tied and leaf == method.shared_leaf:
+                tensor = tied_tensors.setdefault(fused_with(name), tensor).clone()
+            tensors.setdefault(tensor_name(name, leaf), tensor)
+    targets = {split_name(name)[0].rsplit(".", 1)[-1] for name in tensors}
+    return Adapter(tensors, AdapterConfig(method=method, target_modules=tuple(targets)))
+
+
+def merged_model(plain: pathlib.Path, folder: pathlib.Path, adapter: Adapter | None) -> PreTrainedModel:
+    """Transformers' model with the weights that a checkpoint means, in fp32, each with its adapter multiplied into it.
+
+    Args:
+        plain: the unquantised checkpoint of the same shapes.
+        folder: the checkpoint, perhaps quantised.
+        adapter: merged in fp64; None for the base.
+    """
+    checkpoint, scheme = HFCheckpoint(folder), read_base_scheme(_config_fields(folder))
+    shapes = linear_shapes(plain)
+    others = [name for name in checkpoint.specs if name.rpartition(".")[0] not in shapes]
+    tensors = {name: checkpoint.tensor(name) for name in others}
+    for module, shape in shapes.items():
+        weight_format = scheme.format_of(module)
+        stored = checkpoint.stored_weight(module, weight_format, *shape)
+        weight_OI = weight_format.dequantize(stored, torch.float32)
+        own = adapter and (adapter.module_tensors(module) or adapter.module_tensors(_EXPERT.sub(".experts.", module)))
+        if own:
+            exact = {leaf: tensor.double() for leaf, tensor in own.items()}
+            weight_OI = adapter.config.method.merge(weight_OI.double(), exact).float()
+        tensors[f"{module}.weight"] = weight_OI
+    with tempfile.TemporaryDirectory() as scratch:
+        merged = pathlib.Path(scratch)
+        fields = _config_fields(folder)
+        text = {**fields.get("text_config", fields), "model_type": "deepseek_v3", "dtype": "float32"}
+        text.pop("quantization_config", None)
+        (merged / "config.json").write_text(json.dumps(text))
+        plain_names = {name.removeprefix("language_model."): tensor.float() for name, tensor in tensors.items()}
+        save_file(plain_names, merged / "model.safetensors", metadata={"format": "pt"})
+        return AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32).eval()
 
 
 def transformers_model(folder: pathlib.Path, dtype: torch.dtype, *, deployed: bool = False) -> PreTrainedModel:

@@ -96,6 +96,9 @@ def test_every_hook_is_applied(server_args):
         ({"orbit_base_activations": "some"}, "--orbit-base-activations 'some'"),
         ({"orbit_dequant_chunk_mb": 0}, "--orbit-dequant-chunk-mb 0"),
         ({"load_format": "dummy"}, "load_format='dummy'"),
+        ({"enable_multimodal": True}, "enable_multimodal=True.*those of text"),
+        ({"enforce_shared_experts_fusion": True}, "enforce_shared_experts_fusion=True"),
+        ({"enable_attn_tp_input_scattered": True}, "enable_attn_tp_input_scattered=True"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason(server_args, changes, reason):

@@ -1,13 +1,18 @@
 """Tiny random checkpoints with a character tokeniser, and random adapters that fit them."""
 
+import json
 import pathlib
 from collections.abc import Mapping
 
+import safetensors.torch
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -38,7 +43,54 @@ SIZES = {
 }
 FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
 MODULE_PARENTS = {"q_proj": "self_attn", "k_proj": "self_attn", "v_proj": "self_attn", "o_proj": "self_attn"}
+# No width of attention stands in for another, and groups of 32 divide those of all inputs. YaRN stretches 64 positions to
+# 16384.
+LATENT_SIZES = {
+    **SIZES,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+}
+# Fields of every published configuration that SGLang reads and transformers does not know.
+PUBLISHED_FIELDS = {
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "moe_layer_freq": 1,
+    "num_nextn_predict_layers": 0,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 256.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 
+# The vision tower is built and never run; its tensors may be absent from a checkpoint.
+TINY_VISION = {
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "init_pos_emb_height": 4,
+    "init_pos_emb_width": 4,
+    "vt_hidden_size": 32,
+    "text_hidden_size": 64,
+}
 
 # Parts that end inside an FP8 block, and blocks cut off at the edges; every group size divides the widths. Logits are
 # small: rounded to BF16, those of the other models would alone differ by more than what is tested.
@@ -65,6 +117,27 @@ def save_qwen3_moe(folder: pathlib.Path, dtype: torch.dtype) -> pathlib.Path:
 def save_llama(folder: pathlib.Path, dtype: torch.dtype, sizes: Mapping[str, int] = SIZES) -> pathlib.Path:
     config = LlamaConfig(**sizes, head_dim=sizes["hidden_size"] // 4, tie_word_embeddings=True)
     return _save(LlamaForCausalLM, config, folder, dtype)
+
+
+def save_deepseek_v3(folder: pathlib.Path, dtype: torch.dtype, **fields) -> pathlib.Path:
+    """The first of three layers is dense; a token may use the experts of one group of two."""
+    plain = {**LATENT_SIZES, **PUBLISHED_FIELDS, "rope_parameters": YARN, "tie_word_embeddings": False}
+    torch.manual_seed(0)
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(**plain | fields)).to(dtype)
+    _randomise_what_starts_equal(model)
+    return _write(model, folder)
+
+
+def save_kimi_k25(folder: pathlib.Path, dtype: torch.dtype, **fields) -> pathlib.Path:
+    """The same weights as the language model of a Kimi-K2.5 without its vision tower."""
+    save_deepseek_v3(folder, dtype, **fields)
+    file, config_file = folder / "model.safetensors", folder / "config.json"
+    tensors = {f"language_model.{name}": tensor for name, tensor in safetensors.torch.load_file(file).items()}
+    safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
+    text = {**json.loads(config_file.read_text()), "model_type": "kimi_k2"}
+    wrapper = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "dtype": text["dtype"]}
+    config_file.write_text(json.dumps({**wrapper, "text_config": text, "vision_config": TINY_VISION}))
+    return folder
 
 
 def random_adapter(
@@ -104,9 +177,23 @@ def linear_shape(target: str, sizes: Mapping[str, int]) -> tuple[int, int]:
     return rows.get(target, hidden), intermediate if target == "down_proj" else hidden
 
 
+def _randomise_what_starts_equal(model: torch.nn.Module) -> None:
+    """Norms, and the biases of routers, which are fp32 in every checkpoint: so that a tensor in another's place shows."""
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(parameter, 1.0, 0.2)
+    for module in model.modules():
+        if hasattr(module, "e_score_correction_bias"):
+            module.e_score_correction_bias = torch.randn(module.e_score_correction_bias.shape) * 0.1
+
+
 def _save(model_class, config, folder: pathlib.Path, dtype: torch.dtype) -> pathlib.Path:
     torch.manual_seed(0)
-    model_class(config).to(dtype).save_pretrained(folder)
+    return _write(model_class(config).to(dtype), folder)
+
+
+def _write(model: PreTrainedModel, folder: pathlib.Path) -> pathlib.Path:
+    model.save_pretrained(folder)
     vocabulary = {character: index for index, character in enumerate(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="."))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")

@@ -3,12 +3,15 @@
     python serve_in_process.py CASES.json
 
 ``CASES.json`` holds, for each case, the options of ``in_process.served``, the folder of the checkpoint, the file of the
-adapter's payload, prompt, number of tokens, and the file of the result.
+adapter's payload, prompt, number of tokens, whether SGLang computes the experts with what it has of its own, and the file of the
+result.
 """
 
+import contextlib
 import json
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -17,11 +20,16 @@ sys.path.append(str(Path(__file__).parents[1] / "server"))
 import in_process  # noqa: E402
 
 from orbit_kernels.wire import Adapter  # noqa: E402
+from orbit_sglang.quant import experts  # noqa: E402
 
 
 def serve(case: dict) -> dict:
     """Tokens and log-probs by slot, and the server's manifest."""
-    with in_process.served(Path(case["folder"]), **case["options"]) as server:
+    own_kernels = mock.patch.object(experts, "_ReferenceConfig", lambda method: None)  # as on CUDA
+    with (
+        own_kernels if case["own_kernels"] else contextlib.nullcontext(),
+        in_process.served(Path(case["folder"]), **case["options"]) as server,
+    ):
         server.stage(Adapter.decode(Path(case["adapter"]).read_bytes()))
         result = {"manifest": server.model.orbit_base}
         for slot in (in_process.BASE_SLOT, in_process.ADAPTED_SLOT):

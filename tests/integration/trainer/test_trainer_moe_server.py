@@ -20,34 +20,40 @@ NUM_TOKENS = 16
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Mean and largest difference; measured 3e-7 and 8e-7 in both dtypes, as the two compute the same bits.
 BOUNDS = {"float32": (1e-5, 1e-4), "bfloat16": (5e-3, 0.1)}
+WITHOUT_EXPERTS = ("q_b_proj", "kv_b_proj", "o_proj", "mlp.down_proj", "shared_experts.down_proj")
 ADAPTERS = {
     "oft-tied": {},
     "oft-split": {"fused": "split"},
     "oft-shared": {"experts": "shared"},
     "lora-tied": {"type": "lora"},
     "lora-split": {"type": "lora", "fused": "split"},
+    "own-kernels": {"target_modules": WITHOUT_EXPERTS},
 }
+KINDS = tuple(kind for kind in ADAPTERS if kind != "own-kernels")
 
 
+OPTIONS = {"type": "adapter", "fused": "fused", "experts": "experts"}
 FAMILIES = {
     "qwen3": lambda folder, dtype: write_moe(folder, dtype, initializer_range=0.05, mlp_only_layers=[]),
     "deepseek": lambda folder, dtype: write_deepseek(folder, dtype, initializer_range=0.05),
 }
 CASES = [
-    *(("qwen3", "plain", "float32", "none", kind) for kind in ADAPTERS),
+    *(("qwen3", "plain", "float32", "none", kind) for kind in KINDS),
     ("qwen3", "int4", "float32", "none", "oft-split"),
     ("qwen3", "fp8_ue8m0", "float32", "deployed", "oft-tied"),
     ("qwen3", "mxfp4", "float32", "none", "lora-tied"),
     ("qwen3", "nvfp4", "float32", "deployed", "oft-split"),
     ("qwen3", "plain", "bfloat16", "none", "oft-tied"),
     ("qwen3", "int4", "bfloat16", "none", "oft-tied"),
-    *(("deepseek", "plain", "float32", "none", kind) for kind in ADAPTERS),
+    *(("deepseek", "plain", "float32", "none", kind) for kind in KINDS),
     ("deepseek", "int4", "float32", "none", "oft-split"),
     ("deepseek", "fp8_ue8m0", "float32", "deployed", "oft-tied"),
     ("deepseek", "mxfp4", "float32", "none", "lora-tied"),
     ("deepseek", "nvfp4", "float32", "deployed", "oft-split"),
     ("deepseek", "plain", "bfloat16", "none", "oft-tied"),
     ("deepseek", "int4", "bfloat16", "none", "oft-tied"),
+    # Experts as SGLang computes them without the reference, without slots, recorded as they were loaded.
+    ("deepseek", "plain", "float32", "none", "own-kernels"),
 ]
 
 
@@ -92,7 +98,7 @@ def _case(root: Path, family: str, name: str, dtype: str, activations: str, kind
         "dtype": dtype,
         "orbit_base_activations": activations,
         "orbit_block_size": 16,
-        **{f"orbit_{'adapter' if key == 'type' else key}": value for key, value in ADAPTERS[kind].items()},
+        **{f"orbit_{OPTIONS[key]}": value for key, value in ADAPTERS[kind].items() if key in OPTIONS},
     }
     return {
         "folder": str(folder),
@@ -100,18 +106,19 @@ def _case(root: Path, family: str, name: str, dtype: str, activations: str, kind
         "options": options,
         "prompt": PROMPT,
         "num_tokens": NUM_TOKENS,
+        "own_kernels": kind == "own-kernels",
         "result": str(root / f"{stem}.json"),
     }
 
 
 def _engine(folder: Path, family: str, activations: str, kind: str) -> OrbitEngine:
     options = dict(ADAPTERS[kind])
-    if family == "deepseek":
+    if family == "deepseek" and kind != "own-kernels":
         unlike = {"kv_b_proj"} if options.get("type") == "lora" else set()
         options["target_modules"] = tuple(target for target in LATENT_TARGETS if target not in unlike)
     engine = make_engine(folder, base=BaseSettings(activations=activations), **options)
     randomise(engine)
-    assert any(".experts." in name for name in engine.export_adapter().tensors)
+    assert any(".experts." in name for name in engine.export_adapter().tensors) != (kind == "own-kernels")
     return engine
 
 

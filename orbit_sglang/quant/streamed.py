@@ -1,0 +1,69 @@
+"""The base's record of routed experts that SGLang's own kernels compute.
+
+On CUDA SGLang keeps experts in its kernels' layouts, rounds of repacking away from the checkpoint's. So they are recorded as
+SGLang's loader hands them over: what was read is known, what the kernel holds of it is not.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+from orbit_kernels.experts import DOWN, GATE, UP
+from orbit_kernels.formats import BaseScheme, Bf16Format
+from orbit_kernels.formats.base import as_dtype
+from orbit_kernels.manifest import BaseManifest
+from orbit_sglang.quant.experts import ReferenceExperts
+
+_EXPERT = re.compile(r"(?P<module>.*\.mlp\.experts\.(?P<number>\d+)\.(?P<projection>\w+))\.(?P<leaf>\w+)")
+
+
+def has_own_kernels(model: torch.nn.Module) -> bool:
+    """Whether SGLang computes experts of the model itself."""
+    layers = (module for module in model.modules() if isinstance(module, FusedMoE))
+    return any(not isinstance(layer.quant_method, ReferenceExperts) for layer in layers)
+
+
+class StreamedExperts:
+    """Digests of every expert's tensors, made while they are loaded. Each rank of a server digests its part of them.
+
+    Args:
+        scheme: formats of the checkpoint.
+        config: the language model's ``config.json``. Layers beyond its number are not loaded, and not digested.
+        dtype: of the activations, in which SGLang holds unquantised weights.
+        rank: of this process.
+        num_ranks: of the server.
+    """
+
+    def __init__(self, scheme: BaseScheme, config: Mapping[str, Any], dtype: torch.dtype, *, rank: int, num_ranks: int):
+        self._scheme, self._dtype, self._num_layers = scheme, dtype, config["num_hidden_layers"]
+        hidden, ffn = config["hidden_size"], config["moe_intermediate_size"]
+        self._shapes = {GATE: (ffn, hidden), UP: (ffn, hidden), DOWN: (hidden, ffn)}
+        self._rank, self._num_ranks = rank, num_ranks
+        self._manifest = BaseManifest(formats={}, tensors={})
+
+    def watch(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors by their names in the checkpoint, unchanged; experts' are digested on the way."""
+        for name, tensor in weights:
+            match = _EXPERT.fullmatch(name)
+            if match and int(match["number"]) % self._num_ranks == self._rank and self._is_loaded(name):
+                self._digest(match, tensor)
+            yield name, tensor
+
+    def manifest(self) -> BaseManifest:
+        """What passed by."""
+        return self._manifest
+
+    def _is_loaded(self, name: str) -> bool:
+        return int(re.search(r"\blayers\.(\d+)\.", name)[1]) < self._num_layers
+
+    def _digest(self, match: re.Match, tensor: torch.Tensor) -> None:
+        found = self._scheme.format_of(match["module"])
+        weight_format = Bf16Format(dtype=self._dtype) if isinstance(found, Bf16Format) else found
+        spec = weight_format.specs(*self._shapes[match["projection"]])[match["leaf"]]
+        stored = as_dtype(tensor, spec.dtype).reshape(spec.shape)
+        passed = BaseManifest.of({match["module"]: weight_format}, [(match[0], stored)])
+        self._manifest.formats.update(passed.formats)
+        self._manifest.tensors.update(passed.tensors)
