@@ -20,7 +20,8 @@ def check_bases(ranks: Sequence[BaseManifest], served: Mapping[str, BaseManifest
     """Compare the base of every trainer rank and of every server with that of the first rank.
 
     Args:
-        ranks: what each rank of the trainer holds, digested in the parts in which the servers hold it.
+        ranks: what each rank of the trainer holds, together with the others of its expert group, digested in the parts in
+            which the servers hold it.
         served: what each SGLang server says that it holds, by ``host:port``.
 
     Raises:

@@ -224,9 +224,11 @@ def train(folders, rank: int, save, base: str, adapter: str, size: int) -> None:
 
 def padded(folders, rank: int, save) -> None:
     """Log-probs of a padded batch."""
-    engine = engine_of(folders, "fp32", "oft", 2, packed=False)
-    rows = log_probs(engine, sequences()[rank::2])
-    save("padded", {f"log_probs/{index}": row for index, row in enumerate(rows)})
+    engine, tokens = engine_of(folders, "fp32", "oft", 2, packed=False), sequences()[rank::2]
+    found = {f"log_probs/{index}": row for index, row in enumerate(log_probs(engine, tokens))}
+    with engine.disable_adapter():
+        found |= {f"base/{index}": row for index, row in enumerate(log_probs(engine, tokens))}
+    save("padded", found)
 
 
 def base(folders, rank: int, save) -> None:
@@ -258,7 +260,19 @@ def marks(folders, rank: int, save, places: dict[str, list[str]]) -> None:
         assert all(torch.equal(tensor, streamed[name]) for name, tensor in exported.items())
         assert bool(engine.export_adapter(everywhere=False).tensors) == (rank == 0)
         engine.adapter.load(engine.export_adapter())
+        assert_gathered_when_taken(engine)
         save(f"marks {adapter}", exported | dict(engine.optimizer.whole_state()))
+
+
+def assert_gathered_when_taken(engine) -> None:
+    """The stream of the adapter holds a layer's experts and not the whole."""
+    before, (tensors, _) = engine.adapter.snapshot(), engine.get_per_tensor_param()
+    next(tensors)
+    *_, last = engine.adapter.named_parameters().values()
+    last.fill_(-1)
+    *_, (_, taken) = tensors
+    assert (taken == -1).all()
+    engine.adapter.restore(before)
 
 
 def skip(folders, rank: int, save) -> None:
