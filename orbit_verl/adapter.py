@@ -185,6 +185,18 @@ class TrainerAdapter:
         for module, shape in self._shapes.items():
             if self.config.targets(module):
                 self.config.method.shapes(*shape, module)
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        targeted: dict[str, set[bool]] = {}
+        for module in self._shapes:
+            targeted.setdefault(self._layout.any_expert(module), set()).add(self.config.targets(module))
+        some = [module for module, found in targeted.items() if len(found) > 1]
+        if some:
+            raise ValueError(
+                f"target_modules {list(self.config.target_modules)} match only some experts of {some[0]}: experts of a layer "
+                "carry the same adapters; target all of them or none"
+            )
 
     def _attach(self, prefix: str, linear: FrozenLinear, settings: AdapterSettings) -> None:
         targets = [part for part in linear.parts if self.config.targets(f"{prefix}.{part}")]

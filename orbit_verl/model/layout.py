@@ -57,6 +57,11 @@ class ExpertLayout:
         each, number = len(self.held), int(_EXPERT.search(name)[0])
         return [_EXPERT.sub(str(number % each + rank * each), name, count=1) for rank in range(self.size)]
 
+    @staticmethod
+    def any_expert(name: str) -> str:
+        """A tensor or module of an expert with ``*`` for its number; others as they are."""
+        return _EXPERT.sub("*", name, count=1)
+
     def experts_of(self, name: str) -> str | None:
         """The layer's experts to which a divided tensor belongs, e.g. ``model.layers.0.mlp.experts.``; None otherwise."""
         return name[: _EXPERT.search(name).start()] if self.is_divided(name) else None

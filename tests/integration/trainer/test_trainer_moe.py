@@ -130,6 +130,12 @@ def test_a_training_step_and_the_chunk_size(moe):
     assert all(torch.equal(tensor, exports[1][name]) for name, tensor in exports[0].items())
 
 
+@pytest.mark.parametrize("targets", [("experts.3.down_proj",), ("q_proj", "0.gate_proj", "0.up_proj")])
+def test_adapters_on_single_experts_are_refused(moe, targets):
+    with pytest.raises(ValueError, match=r"match only some experts of model\.layers\.0\.mlp\.experts"):
+        make_engine(moe[torch.float32], target_modules=targets, fused="split")
+
+
 def test_a_missing_expert_is_named(moe, tmp_path):
     folder = write_moe(tmp_path / "broken", torch.float32)
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
