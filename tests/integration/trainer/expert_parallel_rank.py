@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
+from moe_support import LATENT_TARGETS
 from safetensors.torch import save_file
 from trainer_support import log_probs, make_batch, make_engine, nll, sequences
 
@@ -31,7 +32,11 @@ ADAPTERS = {
     "oft_shared": {"experts": "shared"},
     "lora": {"type": "lora", "rank": 4},
 }
-TRAINED = [("fp32", adapter) for adapter in ADAPTERS] + [("int4", "oft"), ("int4", "oft_shared"), ("bf16", "oft")]
+TRAINED = [
+    *(("fp32", adapter) for adapter in ADAPTERS),
+    *((base, adapter) for base in ("int4", "deepseek") for adapter in ("oft", "oft_shared")),
+    ("bf16", "oft"),
+]
 """Base and adapter of the cases that train."""
 
 CRASHED = 3
@@ -57,6 +62,7 @@ def engine_of(folders: dict[str, str], base: str, adapter: str, size: int, **opt
         optim={"clip_grad": 0.1},
         engine={"expert_model_parallel_size": size},
         **ADAPTERS[adapter],
+        **({"target_modules": LATENT_TARGETS} if base == "deepseek" else {}),
         **options,
     )
     randomise_by_name(engine)

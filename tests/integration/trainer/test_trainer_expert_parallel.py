@@ -27,8 +27,8 @@ from expert_parallel_rank import (
     train_step,
     whole_layer,
 )
+from moe_support import write_deepseek, write_moe
 from quantized import quantize, weight_format
-from test_trainer_moe import write_moe
 from trainer_support import (
     load_reference,
     log_probs,
@@ -61,6 +61,7 @@ def folders(tmp_path_factory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("expert_parallel")
     write_moe(root / "fp32", FP32)
     write_moe(root / "bf16", BF16)
+    write_deepseek(root / "deepseek", FP32)
     write_moe(root / "odd", FP32, num_experts=7)
     quantize(root / "fp32", weight_format("int4", FP32), root / "int4")
     write_checkpoint("qwen3", FP32, root / "dense")
