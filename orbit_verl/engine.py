@@ -305,7 +305,8 @@ def _check_engine_config(config: OrbitEngineConfig) -> None:
             raise ValueError(f"{name}=True: not implemented by OrbitEngine; set it to False")
     if config.router_replay.mode != "disabled":
         raise ValueError(
-            f"router_replay.mode={config.router_replay.mode!r}: dense models have no router; set 'disabled'"
+            f"router_replay.mode={config.router_replay.mode!r}: replaying the server's routing is not implemented, the "
+            "router computes with the server's bits; set 'disabled'"
         )
 
 

@@ -1,10 +1,12 @@
 """Runs of mixtures of experts on INT4 bases: adapters on attention and on every expert reach the server."""
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_run_async import ASYNC
 from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, Qwen3MoeConfig
 
 from orbit_cli.quantize import quantize_checkpoint
@@ -19,6 +21,13 @@ SYNC = (
     "trainer.resume_mode=disable",
     "orbit.seed=0",
     "orbit.base.experts_per_chunk=3",
+)
+TWO_TRAINER_RANKS = (
+    "trainer.n_gpus_per_node=2",
+    "actor_rollout_ref.actor.megatron.expert_model_parallel_size=2",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
+    "trainer.total_training_steps=3",
+    "trainer.save_freq=3",
 )
 EXPERTS, LAYERS = 8, 2
 
@@ -84,6 +93,21 @@ def save_model(family: str, folder: Path) -> Path:
     quantize_checkpoint(folder / "bf16", folder / "int4", format_name="int4", experts_only=family == "deepseek")
     assert AutoTokenizer.from_pretrained(folder / "int4").eos_token_id == tokenizer.eos_token_id
     return folder / "int4"
+
+
+def test_a_run_whose_trainer_divides_the_experts(train, tmp_path):
+    """Two trainer ranks with half of the experts each: one base, one adapter, the served policy to the bit of one rank."""
+    model = save_model("deepseek", tmp_path / "model")
+    run = train(model, tmp_path / "run", *ASYNC, *OVERRIDES["deepseek"], *TWO_TRAINER_RANKS)
+    assert run.status == 0, run.log[-3000:]
+    assert re.search(r"orbit: \d+ tensors of the base are equal, trainer ranks: 2, servers: 1", run.log)
+    assert re.search(r"orbit: base unchanged \([0-9a-f]{64}\)", run.log)
+    assert [step["orbit/version/served"] for step in run.steps] == [2, 3, 4]
+    assert max(run.parity("mean")) <= 5e-3
+    adapter = load_file(run.folder / "checkpoints" / "adapter" / "adapter_model.safetensors")
+    trained = {name for name, tensor in adapter.items() if tensor.any()}
+    for expert in (0, EXPERTS - 1):
+        assert any(f".mlp.experts.{expert}." in name for name in trained)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
