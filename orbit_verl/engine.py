@@ -5,6 +5,7 @@ is the adapter's.
 """
 
 import contextlib
+import copy
 import functools
 import logging
 import shutil
@@ -29,7 +30,7 @@ from orbit_verl.gathering import gather_objects
 from orbit_verl.model.architecture import DecoderArchitecture
 from orbit_verl.model.attention import as_served
 from orbit_verl.model.build import build_model, transformer_config
-from orbit_verl.model.layout import KEY, ExpertLayout, check_ranks
+from orbit_verl.model.layout import SIZE_KEY, ExpertLayout, check_ranks
 from orbit_verl.model.naming import adapted_linears, base_manifest
 from orbit_verl.optimizer import AdapterOptimizer, build_scheduler
 
@@ -68,7 +69,7 @@ class OrbitEngine(MegatronEngineWithLMHead):
         ExpertLayout(num_experts=self._architecture.num_experts, size=size)
         check_ranks(size, torch.distributed.get_world_size())
         megatron_cpu.install()
-        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+        super().__init__(_language_model(model_config), engine_config, optimizer_config, checkpoint_config)
         self._layout = _expert_layout(self._architecture, size)
         self.adapter_version = 0
         self._retention = checkpoint.Retention()
@@ -283,12 +284,19 @@ class OrbitEngine(MegatronEngineWithLMHead):
             self.optimizer.check_state(state.optimizer)
 
 
+def _language_model(model_config: HFModelConfig) -> HFModelConfig:
+    """Without what sees images: verl packs batches otherwise for a configuration that has it."""
+    text_only = copy.copy(model_config)
+    object.__setattr__(text_only, "hf_config", model_config.hf_config.get_text_config())  # verl freezes the fields
+    return text_only
+
+
 def _expert_layout(architecture: DecoderArchitecture, size: int) -> ExpertLayout:
     """What Megatron-Core's groups give this rank; they are made once a process."""
     groups = mpu.get_expert_model_parallel_world_size()
     if groups != size:
         raise ValueError(
-            f"{KEY}={size}: this process already has groups of {groups}; engines of one process must have the same"
+            f"{SIZE_KEY}={size}: this process already has groups of {groups}; engines of one process must have the same"
         )
     return ExpertLayout(num_experts=architecture.num_experts, size=size, rank=mpu.get_expert_model_parallel_rank())
 
@@ -305,8 +313,8 @@ def _check_engine_config(config: OrbitEngineConfig) -> None:
             raise ValueError(f"{name}=True: not implemented by OrbitEngine; set it to False")
     if config.router_replay.mode != "disabled":
         raise ValueError(
-            f"router_replay.mode={config.router_replay.mode!r}: replaying the server's routing is not implemented, the "
-            "router computes with the server's bits; set 'disabled'"
+            f"router_replay.mode={config.router_replay.mode!r}: replaying the server's routing is not implemented; "
+            "on a CPU the router has the server's bits, on a GPU it may choose other experts; set 'disabled'"
         )
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 
-KEY = "actor_rollout_ref.actor.megatron.expert_model_parallel_size"
+SIZE_KEY = "actor_rollout_ref.actor.megatron.expert_model_parallel_size"
 
 _EXPERT = re.compile(r"(?<=\.mlp\.experts\.)\d+(?=\.)")
 
@@ -27,12 +27,12 @@ class ExpertLayout:
 
     def __post_init__(self):
         if self.size < 1:
-            raise ValueError(f"{KEY}={self.size}: must be at least 1, which keeps all experts on every rank")
+            raise ValueError(f"{SIZE_KEY}={self.size}: must be at least 1, which keeps all experts on every rank")
         if self.size > 1 and not self.num_experts:
-            raise ValueError(f"{KEY}={self.size}: the model is dense, it has no experts to divide; set it to 1")
+            raise ValueError(f"{SIZE_KEY}={self.size}: the model is dense, it has no experts to divide; set it to 1")
         if self.num_experts % self.size:
             raise ValueError(
-                f"{KEY}={self.size}: {self.num_experts} experts cannot be divided evenly; choose one of "
+                f"{SIZE_KEY}={self.size}: {self.num_experts} experts cannot be divided evenly; choose one of "
                 f"{[size for size in range(1, self.num_experts + 1) if self.num_experts % size == 0]}"
             )
 
@@ -75,6 +75,6 @@ def check_ranks(size: int, num_ranks: int) -> None:
     """
     if size < 1 or num_ranks % size:
         raise ValueError(
-            f"{KEY}={size}: the trainer's {num_ranks} ranks cannot be divided into groups of that size; choose one of "
+            f"{SIZE_KEY}={size}: the trainer's {num_ranks} ranks cannot be divided into groups of that size; choose one of "
             f"{[divisor for divisor in range(1, num_ranks + 1) if num_ranks % divisor == 0]}"
         )

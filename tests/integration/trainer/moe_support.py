@@ -96,8 +96,14 @@ def write_kimi(folder: Path, dtype: torch.dtype, **config) -> Path:
     tensors["vision_tower.patch_embed.proj.weight"] = torch.zeros(2, 2, dtype=dtype)
     safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
     text = json.loads((folder / "config.json").read_text()) | {"model_type": "kimi_k2"}
-    wrapper = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "text_config": text}
-    (folder / "config.json").write_text(json.dumps(wrapper | {"dtype": text["dtype"]}))
+    wrapper = {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "model_type": "kimi_k25",
+        "dtype": text["dtype"],
+        "text_config": text,
+        "vision_config": {"hidden_size": 32},
+    }
+    (folder / "config.json").write_text(json.dumps(wrapper))
     return folder
 
 
