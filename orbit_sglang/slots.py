@@ -70,6 +70,7 @@ class SlotBank:
         self._shapes: dict[str, tuple[int, int]] = {}
         self.slotted_linears: list[SlottedLinear] = []
         self._dtype = dtype
+        self._without_slots: list[str] = []
         for name, layer in language_modules(model):
             if name.rsplit(".", 1)[-1] in SLOTTED_LINEARS and isinstance(layer, LinearBase):
                 self._add_linear(shares(name, layer), layer)
@@ -81,6 +82,13 @@ class SlotBank:
             raise ValueError(
                 f"{type(model).__name__} has no linear named {', '.join(SLOTTED_LINEARS)} that an adapter with "
                 f"{config.size_flag} {config.size} fits; serve a Qwen3, Llama, DeepSeek-V3 or Kimi-K2 model, or change {config.size_flag}"
+            )
+        if self._without_slots:
+            logger.warning(
+                "No slots on the experts of %d layers, from %s on: SGLang's own kernels compute them; name targets without "
+                "them, e.g. shared_experts.up_proj",
+                len(self._without_slots),
+                self._without_slots[0],
             )
         logger.info(
             "%s slots on %d linears, fused projections %s",
@@ -118,11 +126,7 @@ class SlotBank:
         """Adapters on the experts that the reference computes; SGLang's own kernels have no place for any."""
         method = layer.quant_method
         if not isinstance(method, ReferenceExperts):
-            logger.warning(
-                "No slot: the experts of %s are computed by SGLang's own kernel; name targets without them, e.g. "
-                "shared_experts.up_proj",
-                name,
-            )
+            self._without_slots.append(name)
             return
         if self._config.experts == "shared":
             shared = {group: self._slotted(method.linear(group, None)) for group in method.groups}

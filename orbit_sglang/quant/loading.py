@@ -19,7 +19,7 @@ from orbit_kernels.manifest import BaseManifest
 from orbit_sglang import latent_attention
 from orbit_sglang.config import FrozenBaseConfig
 from orbit_sglang.quant import experts, linear, stored
-from orbit_sglang.quant.scheme import read_config, read_scheme
+from orbit_sglang.quant.scheme import language_config, read_config, read_scheme
 from orbit_sglang.quant.streamed import StreamedExperts, has_own_kernels
 from orbit_sglang.ranks import Ranks
 
@@ -68,14 +68,12 @@ def around_load(
 
 def _streamed_experts(model: torch.nn.Module, scheme: BaseScheme, model_path: str) -> StreamedExperts | None:
     """What records experts on their way to SGLang's own kernels; None where the reference holds them, or there are none."""
-    if not has_own_kernels(model):
+    config = language_config(read_config(model_path))
+    if not has_own_kernels(model) or "moe_intermediate_size" not in config:  # of a family that is not compared
         return None
-    config = read_config(model_path)
     ranks = get_tp_group()
     (dtype,) = {module.weight.dtype for module in model.modules() if isinstance(module, VocabParallelEmbedding)}
-    return StreamedExperts(
-        scheme, config.get("text_config", config), dtype, rank=ranks.rank_in_group, num_ranks=ranks.world_size
-    )
+    return StreamedExperts(scheme, config, dtype, rank=ranks.rank_in_group, num_ranks=ranks.world_size)
 
 
 def _record(

@@ -24,7 +24,7 @@ from orbit_kernels.formats import (
 )
 from orbit_kernels.fusing import GATE_UP, LATENTS, fused_with
 from orbit_sglang.naming import LANGUAGE_PREFIXES, is_language
-from orbit_sglang.quant.scheme import language_prefix, read_config, read_scheme
+from orbit_sglang.quant.scheme import language_config, language_prefix, read_config, read_scheme
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ TIED_HEAD = "lm_head.weight"
 # SGLang converts a plain tensor of any dtype; codes without a scale would become numbers.
 PLAIN_DTYPES = (torch.float16, torch.float32, torch.float64)
 EXPERTS = ".mlp.experts."
+ABSORBED_BLOCK = (128, 128)
 ROUTER_BIAS = ".e_score_correction_bias"
 STACKED_EXPERTS = {"gate_up_proj": GATE_UP, "down_proj": ("down_proj",)}
 
@@ -76,7 +77,7 @@ def check_checkpoint(model_path: str, device: str) -> None:
 
 def _check_attention(fields: Mapping[str, Any]) -> None:
     """Refuse attention over chosen tokens: the indexer reads latents that have an adapter's rotation, and was not compared."""
-    text = fields.get("text_config") or fields
+    text = language_config(fields)
     if text.get("index_topk") is not None:
         raise ValueError(
             f"index_topk {text['index_topk']}: sparse attention (DeepSeek-V3.2) is not served with slots; serve DeepSeek-V3 "
@@ -180,14 +181,17 @@ def _check_latents(formats: Mapping[str, WeightFormat], device: str) -> None:
     """Refuse what SGLang 0.5.12 has no code for on a GPU (``deepseek_weight_loader.py:461``, ``deepseek_v2.py:1536``).
 
     It absorbs ``kv_b_proj`` if that is plain or FP8, and fuses the projections of the latents if these have a ``weight``.
+    FP8 of other blocks than 128x128 it would quantise once more, by tensor.
     """
     for name, weight_format in formats.items():
         leaf = name.rsplit(".", 1)[-1]
-        absorbed = leaf == "kv_b_proj" and not isinstance(weight_format, Fp8Format)
-        if absorbed or (leaf in LATENTS and "weight" not in weight_format.specs(128, 128)):
+        fp8 = isinstance(weight_format, Fp8Format)
+        absorbed = fp8 and (weight_format.block_rows, weight_format.block_columns) == ABSORBED_BLOCK
+        fused = "weight" in weight_format.specs(*ABSORBED_BLOCK)
+        if (leaf == "kv_b_proj" and not absorbed) or (leaf in LATENTS and not fused):
             raise ValueError(
                 f"{name}: {weight_format.describe()}: SGLang's latent attention has no place for it on {device}; leave "
-                "attention unquantised, as published checkpoints do, or serve with --device cpu"
+                "attention unquantised or in FP8 of 128x128 blocks, as published checkpoints do, or serve with --device cpu"
             )
 
 

@@ -3,6 +3,7 @@
 import functools
 import json
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 from orbit_kernels.formats import BaseScheme, read_base_scheme
@@ -25,6 +26,11 @@ def read_config(model_path: str) -> dict[str, Any]:
         ValueError: there is no such folder.
     """
     return json.loads(_text(model_path))
+
+
+def language_config(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a ``config.json``'s content that describes the language model."""
+    return fields.get("text_config") or fields
 
 
 def language_prefix(model_path: str) -> str:

@@ -99,6 +99,8 @@ def test_every_hook_is_applied(server_args):
         ({"enable_multimodal": True}, "enable_multimodal=True.*those of text"),
         ({"enforce_shared_experts_fusion": True}, "enforce_shared_experts_fusion=True"),
         ({"enable_attn_tp_input_scattered": True}, "enable_attn_tp_input_scattered=True"),
+        ({"moe_dense_tp_size": 1}, "moe_dense_tp_size=1"),
+        ({"enable_prefill_context_parallel": True}, "enable_prefill_context_parallel=True"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason(server_args, changes, reason):

@@ -15,7 +15,7 @@ from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 from transformers import AutoModelForCausalLM
 
 from orbit_kernels.checkpoint import HFCheckpoint
-from orbit_kernels.formats import read_base_scheme
+from orbit_kernels.formats import Fp8Format, read_base_scheme
 from orbit_kernels.frozen import StoredWeight
 from orbit_kernels.manifest import BaseManifest
 from orbit_kernels.methods import LoRAMethod, OFTMethod
@@ -345,6 +345,15 @@ def test_packed_attention_is_refused_on_a_gpu(bf16, tmp_path, style, leaf):
     with pytest.raises(ValueError, match=rf"{leaf}: .*no place for it on cuda"):
         check_checkpoint(str(quantized_models.save(bf16, tmp_path / style, style)), "cuda")
     check_checkpoint(str(quantized_models.save(bf16, tmp_path / "fp8", "fp8")), "cuda")
+
+
+def test_other_fp8_blocks_are_refused_on_a_gpu(bf16, tmp_path, monkeypatch):
+    """SGLang would quantise kv_b_proj once more there, by tensor, while the compared base stays the same."""
+    monkeypatch.setitem(quantized_models.STYLES, "fp8_64", Fp8Format(block_rows=64, block_columns=64))
+    folder = str(quantized_models.save(bf16, tmp_path / "fp8", "fp8_64"))
+    check_checkpoint(folder, "cpu")
+    with pytest.raises(ValueError, match=r"kv_b_proj: .*128x128 blocks"):
+        check_checkpoint(folder, "cuda")
 
 
 def test_kernels_that_go_past_an_adapter_are_refused(bf16, monkeypatch):
