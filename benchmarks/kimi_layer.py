@@ -27,7 +27,7 @@ from orbit_verl.model.layout import ExpertLayout
 from orbit_verl.model.modules import FrozenGPTModel
 from orbit_verl.model.naming import adapted_linears, named_tensors
 
-# Kimi-K2.6's config.json, but for one layer, and a small vocabulary: its 163,840 tokens are no part of a layer.
+# Kimi-K2.6's sizes, but for one layer and a small vocabulary, which is no part of a layer; positions without yarn.
 TEXT = {
     "hidden_size": 7168,
     "intermediate_size": 18432,

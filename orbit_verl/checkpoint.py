@@ -155,7 +155,10 @@ def _read_header(path: Path) -> dict[str, Any]:
         raise ValueError(f"checkpoint file {path} is not JSON: {error}") from None
     found = header.pop("format", None)
     if found != _FORMAT:
-        raise ValueError(f"checkpoint file {path} has format {found!r}: this release reads {_FORMAT}")
+        raise ValueError(
+            f"checkpoint file {path} has format {found!r}: this release reads {_FORMAT}; resume with the "
+            "release that saved it, or start anew from its adapter with orbit.adapter.init_path"
+        )
     return header
 
 

@@ -38,7 +38,7 @@ class AdapterOptimizer:
         self,
         parameters: Mapping[str, nn.Parameter],
         config: McoreOptimizerConfig,
-        layout: ExpertLayout = ExpertLayout(),  # noqa: B008  frozen
+        layout: ExpertLayout,
     ):
         if config.optimizer not in ("adam", "adamw"):
             raise ValueError(f"optim.optimizer={config.optimizer!r}: only 'adam' (AdamW) trains an adapter")

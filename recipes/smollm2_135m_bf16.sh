@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# SmolLM2-135M-Instruct in BF16 (dequantised from the Q4_1 file of its package) learns to answer small sums with the bare number: GRPO through OFT slots.
+# SmolLM2-135M-Instruct in BF16 (dequantised from the Q4_1 file of its package) is trained to answer small sums with the bare number: GRPO through OFT slots.
 #
 #   bash recipes/smollm2_135m_bf16.sh [HYDRA_OVERRIDE ...]
 #

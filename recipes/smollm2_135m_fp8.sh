@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# SmolLM2-135M-Instruct, frozen in FP8 (E4M3, blocks of 64x64), learns to answer small sums with the bare number: GRPO through OFT slots.
+# SmolLM2-135M-Instruct, frozen in FP8 (E4M3, blocks of 64x64), is trained to answer small sums with the bare number: GRPO through OFT slots.
 #
 #   bash recipes/smollm2_135m_fp8.sh [HYDRA_OVERRIDE ...]
 #

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# SmolLM2-135M-Instruct, frozen in INT4 (W4A16, groups of 32), learns to answer small sums with the bare number: GRPO through OFT slots.
+# SmolLM2-135M-Instruct, frozen in INT4 (W4A16, groups of 32), is trained to answer small sums with the bare number: GRPO through OFT slots.
 #
 #   bash recipes/smollm2_135m_int4.sh [HYDRA_OVERRIDE ...]
 #

@@ -75,19 +75,19 @@ class LatentAttention:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
     Args:
-        query_rank: width of the queries' latent.
-        kv_rank: width of the latent of keys and values, which a server caches.
-        plain_dim: width of a head's query and key that has no position.
-        rotary_dim: width of the rest, which has; all heads share its key.
-        value_dim: width of a head's value.
+        q_lora_rank: width of the queries' latent.
+        kv_lora_rank: width of the latent of keys and values, which a server caches.
+        qk_nope_head_dim: width of a head's query and key that has no position.
+        qk_rope_head_dim: width of the rest, which has; all heads share its key.
+        v_head_dim: width of a head's value.
         softmax_scale: factor of the scores, that of yarn included.
     """
 
-    query_rank: int
-    kv_rank: int
-    plain_dim: int
-    rotary_dim: int
-    value_dim: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
     softmax_scale: float
 
 
@@ -178,11 +178,11 @@ def _latent(hf_config: Any) -> LatentAttention:
     if rope["rope_type"] == "yarn":
         scale *= yarn_get_mscale(rope["factor"], rope.get("mscale_all_dim") or 0) ** 2
     return LatentAttention(
-        query_rank=hf_config.q_lora_rank,
-        kv_rank=hf_config.kv_lora_rank,
-        plain_dim=hf_config.qk_nope_head_dim,
-        rotary_dim=hf_config.qk_rope_head_dim,
-        value_dim=hf_config.v_head_dim,
+        q_lora_rank=hf_config.q_lora_rank,
+        kv_lora_rank=hf_config.kv_lora_rank,
+        qk_nope_head_dim=hf_config.qk_nope_head_dim,
+        qk_rope_head_dim=hf_config.qk_rope_head_dim,
+        v_head_dim=hf_config.v_head_dim,
         softmax_scale=scale,
     )
 

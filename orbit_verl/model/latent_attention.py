@@ -52,8 +52,8 @@ class FrozenLatentAttention(nn.Module):
         self._rotary_scale = architecture.rotary_scale
         self.latents, self.queries, self.keys_values, self.output = latents(), queries(), keys_values(), output()
         eps = architecture.norm_eps
-        self.query_norm = RMSNorm(config=config, hidden_size=self._shape.query_rank, eps=eps)
-        self.kv_norm = RMSNorm(config=config, hidden_size=self._shape.kv_rank, eps=eps)
+        self.query_norm = RMSNorm(config=config, hidden_size=self._shape.q_lora_rank, eps=eps)
+        self.kv_norm = RMSNorm(config=config, hidden_size=self._shape.kv_lora_rank, eps=eps)
         self.attention = CausalAttention(softmax_scale=self._shape.softmax_scale)
 
     def forward(
@@ -68,10 +68,12 @@ class FrozenLatentAttention(nn.Module):
         """Hidden states [S, B, D], packed sequences as [T, 1, D], to [S, B, D], and Megatron-Core's absent bias."""
         shape = self._shape
         latents, _ = self.latents(x_SBD)
-        query_latent, latent_SBL, k_rotary = latents.split([shape.query_rank, shape.kv_rank, shape.rotary_dim], dim=-1)
+        query_latent, latent_SBL, k_rotary = latents.split(
+            [shape.q_lora_rank, shape.kv_lora_rank, shape.qk_rope_head_dim], dim=-1
+        )
         queries, _ = self.queries(self.query_norm(query_latent))
         q_plain, q_rotary = queries.unflatten(-1, (self._num_heads, -1)).split(
-            [shape.plain_dim, shape.rotary_dim], dim=-1
+            [shape.qk_nope_head_dim, shape.qk_rope_head_dim], dim=-1
         )
         rotate = _Rotary(self._config, rotary_pos_emb, packed_seq_params, self._rotary_scale)
         q_SBHR, k_SB1R = rotate(q_rotary), rotate(k_rotary.unsqueeze(-2))
@@ -88,14 +90,14 @@ class FrozenLatentAttention(nn.Module):
         attended = self._attend(
             torch.cat([q_SBHL, q_SBHR], dim=-1), torch.cat([latent_SB1L, k_SB1R], dim=-1), latent_SB1L, packed
         )
-        y_THV = _AbsorbedValues.apply(attended.flatten(0, 1), weight, self._shape.value_dim)
+        y_THV = _AbsorbedValues.apply(attended.flatten(0, 1), weight, self._shape.v_head_dim)
         return y_THV.view(*attended.shape[:3], -1)
 
     def _expanded(self, q_SBHP, q_SBHR, latent_SBL, k_SB1R, packed: PackedSeqParams | None) -> torch.Tensor:
         """Every head has keys and values of its own."""
         keys_values, _ = self.keys_values(latent_SBL)
         k_SBHP, v_SBHV = keys_values.unflatten(-1, (self._num_heads, -1)).split(
-            [self._shape.plain_dim, self._shape.value_dim], dim=-1
+            [self._shape.qk_nope_head_dim, self._shape.v_head_dim], dim=-1
         )
         key = torch.cat([k_SBHP, k_SB1R.expand_as(q_SBHR)], dim=-1)
         return self._attend(torch.cat([q_SBHP, q_SBHR], dim=-1), key, v_SBHV, packed)
@@ -128,12 +130,12 @@ class _AbsorbedKeys(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q_THP: torch.Tensor, weight: StoredWeight, num_heads: int) -> torch.Tensor:
-        ctx.weight, ctx.plain_dim = weight, q_THP.shape[-1]
+        ctx.weight, ctx.qk_nope_head_dim = weight, q_THP.shape[-1]
         return _per_head(q_THP, _heads(weight, num_heads, q_THP.dtype)[:, : q_THP.shape[-1]])
 
     @staticmethod
     def backward(ctx, grad_THL: torch.Tensor):
-        weight_HPL = _heads(ctx.weight, grad_THL.shape[1], grad_THL.dtype)[:, : ctx.plain_dim]
+        weight_HPL = _heads(ctx.weight, grad_THL.shape[1], grad_THL.dtype)[:, : ctx.qk_nope_head_dim]
         return _per_head(grad_THL, weight_HPL.transpose(1, 2)), None, None
 
 
@@ -141,9 +143,9 @@ class _AbsorbedValues(torch.autograd.Function):
     """Attended latents [T, H, L] times the up-projection of each head's values: [T, H, V]."""
 
     @staticmethod
-    def forward(ctx, x_THL: torch.Tensor, weight: StoredWeight, value_dim: int) -> torch.Tensor:
+    def forward(ctx, x_THL: torch.Tensor, weight: StoredWeight, v_head_dim: int) -> torch.Tensor:
         ctx.weight = weight
-        return _per_head(x_THL, _heads(weight, x_THL.shape[1], x_THL.dtype)[:, -value_dim:].transpose(1, 2))
+        return _per_head(x_THL, _heads(weight, x_THL.shape[1], x_THL.dtype)[:, -v_head_dim:].transpose(1, 2))
 
     @staticmethod
     def backward(ctx, grad_THV: torch.Tensor):

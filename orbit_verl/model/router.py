@@ -43,7 +43,7 @@ class FrozenRouter(nn.Module):
 
 
 class FrozenBiasedRouter(FrozenRouter):
-    """Chosen by a score with a bias that only balances load, among the best groups (DeepSeek-V3).
+    """Chosen by a score with a bias that only balances load, among the best groups (DeepSeek-V3's ``noaux_tc``).
 
     A group counts by its two best experts (arXiv:2412.19437, section 2.1.2).
     """

@@ -46,11 +46,11 @@ def _attention_shapes(architecture: DecoderArchitecture) -> dict[str, tuple[int,
 def _latent_shapes(architecture: DecoderArchitecture) -> dict[str, tuple[int, int]]:
     hidden, heads, latent = architecture.hidden_size, architecture.num_heads, architecture.latent
     return {
-        "q_a_proj": (latent.query_rank, hidden),
-        "q_b_proj": (heads * (latent.plain_dim + latent.rotary_dim), latent.query_rank),
-        "kv_a_proj_with_mqa": (latent.kv_rank + latent.rotary_dim, hidden),
-        "kv_b_proj": (heads * (latent.plain_dim + latent.value_dim), latent.kv_rank),
-        "o_proj": (hidden, heads * latent.value_dim),
+        "q_a_proj": (latent.q_lora_rank, hidden),
+        "q_b_proj": (heads * (latent.qk_nope_head_dim + latent.qk_rope_head_dim), latent.q_lora_rank),
+        "kv_a_proj_with_mqa": (latent.kv_lora_rank + latent.qk_rope_head_dim, hidden),
+        "kv_b_proj": (heads * (latent.qk_nope_head_dim + latent.v_head_dim), latent.kv_lora_rank),
+        "o_proj": (hidden, heads * latent.v_head_dim),
     }
 
 
@@ -186,5 +186,8 @@ def _plain_tensors(architecture: DecoderArchitecture) -> Iterator[tuple[str, Ten
 def _inner_norms(architecture: DecoderArchitecture) -> list[tuple[str, int]]:
     """Norms inside of attention and their widths."""
     if architecture.latent is not None:
-        return [("q_a_layernorm", architecture.latent.query_rank), ("kv_a_layernorm", architecture.latent.kv_rank)]
+        return [
+            ("q_a_layernorm", architecture.latent.q_lora_rank),
+            ("kv_a_layernorm", architecture.latent.kv_lora_rank),
+        ]
     return [(name, architecture.head_dim) for name in ("q_norm", "k_norm")] if architecture.qk_norm else []

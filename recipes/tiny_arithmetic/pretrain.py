@@ -109,7 +109,7 @@ def _experts(config: PretrainConfig) -> dict[str, Any]:
 
 
 def _deepseek(config: PretrainConfig) -> dict[str, Any]:
-    """Kimi-K2's proportions where they matter: one group of experts, a query latent half as wide as the residual stream."""
+    """One group of experts and a dense first layer, as Kimi-K2; the widths are this model's own."""
     return _experts(config) | {
         "n_routed_experts": config.num_experts,
         "n_shared_experts": 1,
