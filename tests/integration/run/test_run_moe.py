@@ -1,11 +1,12 @@
 """Runs of mixtures of experts on INT4 bases: adapters on attention and on every expert reach the server."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_run_async import ASYNC
 from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, Qwen3MoeConfig
 
@@ -56,14 +57,27 @@ FAMILIES = {
         },
     ),
 }
+LATENT_TARGETS = (
+    "orbit.adapter.target_modules=[q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj,gate_proj,up_proj,down_proj]"
+)
 OVERRIDES = {
     "qwen3": (),
-    "deepseek": (
-        "orbit.adapter.target_modules=[q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj,gate_proj,up_proj,down_proj]",
-    ),
+    "kimi": (LATENT_TARGETS,),
+    "deepseek": (LATENT_TARGETS,),
+}
+# Built by SGLang and never run.
+VISION = {
+    **{
+        "hidden_size": 32,
+        "vt_hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    },
+    **{"init_pos_emb_height": 4, "init_pos_emb_width": 4, "text_hidden_size": 64},
 }
 # The first layer that has experts, and a target outside of them.
-EXPECTED = {"qwen3": (0, "self_attn.q_proj"), "deepseek": (1, "self_attn.kv_b_proj")}
+EXPECTED = {"qwen3": (0, "self_attn.q_proj"), "kimi": (1, "language_model.model.layers.0.self_attn.kv_b_proj")}
 
 
 def save_model(family: str, folder: Path) -> Path:
@@ -95,6 +109,21 @@ def save_model(family: str, folder: Path) -> Path:
     return folder / "int4"
 
 
+def save_kimi(folder: Path) -> Path:
+    """The same as the language model of a Kimi-K2.5, whose vision tower is in no file."""
+    model = save_model("deepseek", folder)
+    for file in model.glob("*.safetensors"):
+        tensors = {f"language_model.{name}": tensor for name, tensor in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
+    text = json.loads((model / "config.json").read_text()) | {"model_type": "kimi_k2"}
+    text["quantization_config"]["ignore"] = [
+        name if name == "lm_head" else f"language_model.{name}" for name in text["quantization_config"]["ignore"]
+    ]
+    names = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "dtype": text["dtype"]}
+    (model / "config.json").write_text(json.dumps({**names, "text_config": text, "vision_config": VISION}))
+    return model
+
+
 def test_a_run_whose_trainer_divides_the_experts(train, tmp_path):
     """Two trainer ranks with half of the experts each: one base, one adapter, the served policy to the bit of one rank."""
     model = save_model("deepseek", tmp_path / "model")
@@ -110,9 +139,10 @@ def test_a_run_whose_trainer_divides_the_experts(train, tmp_path):
         assert any(f".mlp.experts.{expert}." in name for name in trained)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3", "kimi"])
 def test_a_short_run(train, family, tmp_path):
-    run = train(save_model(family, tmp_path / "model"), tmp_path / "run", *SYNC, *OVERRIDES[family])
+    model = save_kimi(tmp_path / "model") if family == "kimi" else save_model(family, tmp_path / "model")
+    run = train(model, tmp_path / "run", *SYNC, *OVERRIDES[family])
     assert run.status == 0, run.log[-3000:]
     for number, step in enumerate(run.steps, start=1):
         assert step["orbit/version/trainer"] == step["orbit/version/served"] == number + 1
