@@ -27,6 +27,7 @@ from orbit_kernels.formats import (
 from orbit_kernels.formats.scheme.write import quantization_config
 from orbit_kernels.frozen import StoredWeight
 from orbit_kernels.fusing import fused_with
+from orbit_kernels.names import EXPERTS
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,6 @@ _OTHER_QUANTIZATION_FILE = "hf_quant_config.json"
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 # Linears of the decoder layers; head, embeddings, norms and routers (``mlp.gate``) stay as they are.
 _LINEAR = re.compile(r"(?P<module>(?:.*\.)?layers\.\d+\..*_proj(?:_with_mqa)?)\.weight")
-_ROUTED_EXPERT = ".mlp.experts."
 DEFAULT_GROUP_SIZES = {"fp8": 128, "int4": 32, "nvfp4": 16, "mxfp4": 32}
 
 
@@ -105,7 +105,7 @@ class _Source:
         self.format = weight_format(format_name, group_size, scheme.dense.dtype)
         found = {name: _LINEAR.fullmatch(name) for name in self.checkpoint.specs}
         linears = {match["module"] for match in found.values() if match}
-        self.linears = {name for name in linears if _ROUTED_EXPERT in name} if experts_only else linears
+        self.linears = {name for name in linears if EXPERTS in name} if experts_only else linears
         self._check()
 
     @property

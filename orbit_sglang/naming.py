@@ -6,18 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from orbit_kernels import fusing
+from orbit_kernels.names import is_language
 
 FUSED_PARTS = dict(zip(("qkv_proj", "gate_up_proj", "fused_qkv_a_proj_with_mqa"), fusing.FUSED_PARTS, strict=True))
 """Leaf names of the parts, in the order of their rows, by the leaf name of SGLang's fused linear."""
-
-LANGUAGE_PREFIXES = {"kimi_k25": "language_model."}
-"""What stands in front of a language model's names, by the model type of one that has more than language."""
-_OTHER_INPUTS = ("vision_tower.", "mm_projector.")
-
-
-def is_language(name: str) -> bool:
-    """Whether a module or tensor belongs to the language model, and not to what sees images."""
-    return not name.startswith(_OTHER_INPUTS)
 
 
 def language_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

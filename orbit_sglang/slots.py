@@ -70,25 +70,27 @@ class SlotBank:
         self._shapes: dict[str, tuple[int, int]] = {}
         self.slotted_linears: list[SlottedLinear] = []
         self._dtype = dtype
-        self._without_slots: list[str] = []
+        without_slots = []
         for name, layer in language_modules(model):
             if name.rsplit(".", 1)[-1] in SLOTTED_LINEARS and isinstance(layer, LinearBase):
                 self._add_linear(shares(name, layer), layer)
             elif isinstance(layer, DeepseekV2AttentionMLA):
                 self._add_latent(shares(f"{name}.kv_b_proj", layer.kv_b_proj), layer)
+            elif isinstance(layer, FusedMoE) and isinstance(layer.quant_method, ReferenceExperts):
+                self._add_experts(layer.quant_method, layer.num_local_experts)
             elif isinstance(layer, FusedMoE):
-                self._add_experts(name, layer)
+                without_slots.append(name)
         if not self.slotted_linears:
             raise ValueError(
                 f"{type(model).__name__} has no linear named {', '.join(SLOTTED_LINEARS)} that an adapter with "
                 f"{config.size_flag} {config.size} fits; serve a Qwen3, Llama, DeepSeek-V3 or Kimi-K2 model, or change {config.size_flag}"
             )
-        if self._without_slots:
+        if without_slots:
             logger.warning(
                 "No slots on the experts of %d layers, from %s on: SGLang's own kernels compute them; name targets without "
                 "them, e.g. shared_experts.up_proj",
-                len(self._without_slots),
-                self._without_slots[0],
+                len(without_slots),
+                without_slots[0],
             )
         logger.info(
             "%s slots on %d linears, fused projections %s",
@@ -122,19 +124,14 @@ class SlotBank:
         if linear is not None:
             AdaptedLatent(linear, attention.kv_a_layernorm, self.batch)
 
-    def _add_experts(self, name: str, layer: FusedMoE) -> None:
-        """Adapters on the experts that the reference computes; SGLang's own kernels have no place for any."""
-        method = layer.quant_method
-        if not isinstance(method, ReferenceExperts):
-            self._without_slots.append(name)
-            return
+    def _add_experts(self, method: ReferenceExperts, num_experts: int) -> None:
         if self._config.experts == "shared":
             shared = {group: self._slotted(method.linear(group, None)) for group in method.groups}
             found = {group: linear for group, linear in shared.items() if linear is not None}
-            method.adapter = SharedExperts(found, layer.num_local_experts, self.batch)
+            method.adapter = SharedExperts(found, num_experts, self.batch)
             return
         each = {
-            group: [self._slotted(method.linear(group, expert)) for expert in range(layer.num_local_experts)]
+            group: [self._slotted(method.linear(group, expert)) for expert in range(num_experts)]
             for group in method.groups
         }
         found = {group: linears for group, linears in each.items() if None not in linears}

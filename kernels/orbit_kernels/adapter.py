@@ -10,6 +10,7 @@ from typing import Any
 
 from orbit_kernels.methods import METHODS, AdapterMethod, OFTMethod
 from orbit_kernels.methods.base import COMMON_PEFT_VALUES, is_int, refuse_options
+from orbit_kernels.names import layer_number
 
 PEFT_PREFIX = "base_model.model."
 PEFT_SUFFIX = ".weight"
@@ -72,7 +73,7 @@ class AdapterConfig:
         """Whether the linear with this Hugging Face module name carries the adapter."""
         if not any(module == target or module.endswith(f".{target}") for target in self.target_modules):
             return False
-        return self.layers is None or _layer_index(module) in self.layers
+        return self.layers is None or layer_number(module) in self.layers
 
     def to_peft(self) -> dict[str, Any]:
         """The configuration as peft's ``adapter_config.json`` holds it."""
@@ -148,8 +149,3 @@ def module_name(tensor: str) -> str | None:
     """The linear's Hugging Face module name from peft's tensor name; None when it is no adapter's."""
     names = split_name(tensor)
     return names and names[0]
-
-
-def _layer_index(module: str) -> int | None:
-    parts = module.split(".")
-    return next((int(part) for part in parts if part.isdigit()), None)

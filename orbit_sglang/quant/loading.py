@@ -16,6 +16,7 @@ from sglang.srt.utils import is_cpu
 from orbit_kernels.formats import BaseScheme
 from orbit_kernels.frozen import StoredWeight
 from orbit_kernels.manifest import BaseManifest
+from orbit_kernels.names import ROUTER
 from orbit_sglang import latent_attention
 from orbit_sglang.config import FrozenBaseConfig
 from orbit_sglang.quant import experts, linear, stored
@@ -83,10 +84,10 @@ def _record(
     start = time.perf_counter()
     stored_as = {part: weight.format for parts in linears.values() for part, weight in parts.items()}
     # Routers are never quantised; SGLang has them as linears in one family and not in another.
-    formats = {part: weight_format for part, weight_format in stored_as.items() if not part.endswith(".mlp.gate")}
+    formats = {part: weight_format for part, weight_format in stored_as.items() if not part.endswith(ROUTER)}
     manifest = BaseManifest.of(formats, stored.checkpoint_tensors(model, linears))
     if passed is not None:
-        manifest = BaseManifest.union([manifest, passed.manifest()])
+        manifest = BaseManifest.union([manifest, passed.manifest])
     manifest = BaseManifest.union(Ranks(get_tp_group()).gather(manifest))
     logger.info("Digests of %d base tensors took %.1f s", len(manifest.tensors), time.perf_counter() - start)
     return dataclasses.asdict(manifest)

@@ -2,8 +2,6 @@
 
 import copy
 import logging
-import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +21,7 @@ from orbit_kernels.formats import (
     WeightFormat,
 )
 from orbit_kernels.fusing import GATE_UP, LATENTS, fused_with
-from orbit_sglang.naming import LANGUAGE_PREFIXES, is_language
+from orbit_kernels.names import EXPERTS, ROUTER_BIAS, unused_tensors
 from orbit_sglang.quant.scheme import language_config, language_prefix, read_config, read_scheme
 
 logger = logging.getLogger(__name__)
@@ -32,12 +30,9 @@ CHECKED_FAMILIES = ("llama", "qwen3", "qwen3_moe", "deepseek_v3", "kimi_k2", "ki
 # What SGLang 0.5.12 reads of these without a default (models/deepseek_v2.py:350 and 1920), and computes as published.
 LATENT_FAMILIES = ("deepseek_v3", "kimi_k2")
 PUBLISHED_FIELDS = {"topk_method": "noaux_tc", "moe_layer_freq": 1, "scoring_func": "sigmoid"}
-TIED_HEAD = "lm_head.weight"
 # SGLang converts a plain tensor of any dtype; codes without a scale would become numbers.
 PLAIN_DTYPES = (torch.float16, torch.float32, torch.float64)
-EXPERTS = ".mlp.experts."
 ABSORBED_BLOCK = (128, 128)
-ROUTER_BIAS = ".e_score_correction_bias"
 STACKED_EXPERTS = {"gate_up_proj": GATE_UP, "down_proj": ("down_proj",)}
 
 
@@ -68,7 +63,9 @@ def check_checkpoint(model_path: str, device: str) -> None:
     formats = _quantized_linears(model, prefix, scheme)
     _check_device(formats, device)
     checkpoint = HFCheckpoint(model_path)
-    checkpoint.check(_expected_tensors(model, prefix, formats), optional=_unused(checkpoint, prefix, config))
+    num_layers = config.num_hidden_layers if config.model_type in LATENT_FAMILIES else None
+    unused = unused_tensors(checkpoint.specs, prefix=prefix, num_layers=num_layers, tied_head=True)
+    checkpoint.check(_expected_tensors(model, prefix, formats), optional=unused)
     checkpoint.check_values(formats)
     if device != "cpu":
         _check_latents(formats, device)
@@ -91,7 +88,7 @@ def _language_config(model_path: str, fields: Mapping[str, Any]) -> PretrainedCo
     Raises:
         ValueError: SGLang would compute another router than the published one, or fail to build any.
     """
-    text = fields["text_config"] if fields["model_type"] in LANGUAGE_PREFIXES else fields
+    text = language_config(fields)
     if text["model_type"] not in LATENT_FAMILIES:
         return AutoConfig.from_pretrained(model_path)
     for field, published in PUBLISHED_FIELDS.items():
@@ -193,17 +190,6 @@ def _check_latents(formats: Mapping[str, WeightFormat], device: str) -> None:
                 f"{name}: {weight_format.describe()}: SGLang's latent attention has no place for it on {device}; leave "
                 "attention unquantised or in FP8 of 128x128 blocks, as published checkpoints do, or serve with --device cpu"
             )
-
-
-def _unused(checkpoint: HFCheckpoint, prefix: str, config: PretrainedConfig) -> frozenset[str]:
-    """Tensors that may be there and are not needed: a tied head, layers that predict further tokens, what sees images."""
-    layer = re.compile(rf"{re.escape(prefix)}model\.layers\.(\d+)\.")
-    beyond = config.num_hidden_layers if config.model_type in LATENT_FAMILIES else math.inf
-    found = ((name, layer.match(name)) for name in checkpoint.specs)
-    unused = {
-        name for name, match in found if (prefix and not is_language(name)) or (match and int(match[1]) >= beyond)
-    }
-    return frozenset({prefix + TIED_HEAD, *unused})
 
 
 def _expected_tensors(

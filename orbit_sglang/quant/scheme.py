@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from orbit_kernels.formats import BaseScheme, read_base_scheme
-from orbit_sglang.naming import LANGUAGE_PREFIXES
+from orbit_kernels.names import LANGUAGE_PREFIXES
 
 
 def read_scheme(model_path: str) -> BaseScheme:

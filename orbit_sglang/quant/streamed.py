@@ -4,7 +4,6 @@ On CUDA SGLang keeps experts in its kernels' layouts, rounds of repacking away f
 SGLang's loader hands them over: what was read is known, what the kernel holds of it is not.
 """
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -15,9 +14,8 @@ from orbit_kernels.experts import DOWN, GATE, UP
 from orbit_kernels.formats import BaseScheme, Bf16Format
 from orbit_kernels.formats.base import as_dtype
 from orbit_kernels.manifest import BaseManifest
+from orbit_kernels.names import EXPERT_NUMBER, layer_number
 from orbit_sglang.quant.experts import ReferenceExperts
-
-_EXPERT = re.compile(r"(?P<module>.*\.mlp\.experts\.(?P<number>\d+)\.(?P<projection>\w+))\.(?P<leaf>\w+)")
 
 
 def has_own_kernels(model: torch.nn.Module) -> bool:
@@ -35,6 +33,9 @@ class StreamedExperts:
         dtype: of the activations, in which SGLang holds unquantised weights.
         rank: of this process.
         num_ranks: of the server.
+
+    Attributes:
+        manifest: of what has passed by.
     """
 
     def __init__(self, scheme: BaseScheme, config: Mapping[str, Any], dtype: torch.dtype, *, rank: int, num_ranks: int):
@@ -42,28 +43,21 @@ class StreamedExperts:
         hidden, ffn = config["hidden_size"], config["moe_intermediate_size"]
         self._shapes = {GATE: (ffn, hidden), UP: (ffn, hidden), DOWN: (hidden, ffn)}
         self._rank, self._num_ranks = rank, num_ranks
-        self._manifest = BaseManifest(formats={}, tensors={})
+        self.manifest = BaseManifest(formats={}, tensors={})
 
     def watch(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors by their names in the checkpoint, unchanged; experts' are digested on the way."""
         for name, tensor in weights:
-            match = _EXPERT.fullmatch(name)
-            if match and int(match["number"]) % self._num_ranks == self._rank and self._is_loaded(name):
-                self._digest(match, tensor)
+            number = EXPERT_NUMBER.search(name)
+            if number and int(number[0]) % self._num_ranks == self._rank and layer_number(name) < self._num_layers:
+                self._digest(name, tensor)
             yield name, tensor
 
-    def manifest(self) -> BaseManifest:
-        """What passed by."""
-        return self._manifest
-
-    def _is_loaded(self, name: str) -> bool:
-        return int(re.search(r"\blayers\.(\d+)\.", name)[1]) < self._num_layers
-
-    def _digest(self, match: re.Match, tensor: torch.Tensor) -> None:
-        found = self._scheme.format_of(match["module"])
+    def _digest(self, name: str, tensor: torch.Tensor) -> None:
+        module, _, leaf = name.rpartition(".")
+        found = self._scheme.format_of(module)
         weight_format = Bf16Format(dtype=self._dtype) if isinstance(found, Bf16Format) else found
-        spec = weight_format.specs(*self._shapes[match["projection"]])[match["leaf"]]
-        stored = as_dtype(tensor, spec.dtype).reshape(spec.shape)
-        passed = BaseManifest.of({match["module"]: weight_format}, [(match[0], stored)])
-        self._manifest.formats.update(passed.formats)
-        self._manifest.tensors.update(passed.tensors)
+        spec = weight_format.specs(*self._shapes[module.rpartition(".")[2]])[leaf]
+        passed = BaseManifest.of({module: weight_format}, [(name, as_dtype(tensor, spec.dtype).reshape(spec.shape))])
+        self.manifest.formats.update(passed.formats)
+        self.manifest.tensors.update(passed.tensors)

@@ -11,6 +11,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
 
 from orbit_kernels.formats import BaseScheme, read_base_scheme
+from orbit_kernels.names import LANGUAGE_PREFIXES
 
 _ROTARY = {
     "LlamaForCausalLM": LlamaRotaryEmbedding,
@@ -21,8 +22,6 @@ _ROTARY = {
 }
 _QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 _LATENT = ("DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration")
-# The language model inside a model that has more: where its tensors are in the checkpoint.
-_PREFIXES = {"KimiK25ForConditionalGeneration": "language_model."}
 _ROPE_TYPES, _LATENT_ROPE_TYPES = ("default", "llama3"), ("default", "yarn")
 
 # Fields that change the mathematics in a way the layer spec does not implement, with the values that leave it alone.
@@ -144,12 +143,12 @@ class DecoderArchitecture:
             ValueError: the architecture, a quantisation, or a field that changes the mathematics is not supported.
         """
         name = _name(hf_config)
-        base = read_base_scheme(hf_config.to_dict())
+        base, prefix = read_base_scheme(hf_config.to_dict()), LANGUAGE_PREFIXES.get(hf_config.model_type, "")
         hf_config = hf_config.get_text_config()
         _check_fields(hf_config, _LATENT_ROPE_TYPES if name in _LATENT else _ROPE_TYPES)
         rotary = _ROTARY[name](hf_config)
         return cls(
-            prefix=_PREFIXES.get(name, ""),
+            prefix=prefix,
             num_layers=hf_config.num_hidden_layers,
             hidden_size=hf_config.hidden_size,
             ffn_size=hf_config.intermediate_size,

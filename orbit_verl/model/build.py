@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from orbit_kernels.checkpoint import HFCheckpoint
 from orbit_kernels.experts import ChunkBuffer
 from orbit_kernels.fusing import GATE_UP, LATENTS, QKV
+from orbit_kernels.names import EXPERTS, SHARED_EXPERT
 from orbit_verl.config import BaseSettings
 from orbit_verl.model.architecture import DecoderArchitecture
 from orbit_verl.model.attention import CausalAttention
@@ -31,11 +32,9 @@ from orbit_verl.model.naming import frozen_linears, named_tensors, plain_tensors
 from orbit_verl.model.router import FrozenBiasedRouter, FrozenRouter
 from orbit_verl.model.tensors import (
     ATTENTION_OUT,
-    EXPERTS,
     KEY_VALUE_UP,
     MLP_OUT,
     QUERY_UP,
-    SHARED_EXPERT,
     expected_tensors,
     fused_format,
     has_experts,

@@ -1,11 +1,10 @@
 """Which of a model's experts a rank holds, and what the tensors of the others are called. Names and numbers alone."""
 
 import dataclasses
-import re
+
+from orbit_kernels.names import EXPERT_NUMBER
 
 SIZE_KEY = "actor_rollout_ref.actor.megatron.expert_model_parallel_size"
-
-_EXPERT = re.compile(r"(?<=\.mlp\.experts\.)\d+(?=\.)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,27 +43,27 @@ class ExpertLayout:
 
     def is_divided(self, name: str) -> bool:
         """Whether a tensor or module is an expert's, so that only some ranks hold it."""
-        return self.size > 1 and _EXPERT.search(name) is not None
+        return self.size > 1 and EXPERT_NUMBER.search(name) is not None
 
     def holds(self, name: str) -> bool:
         """Whether this rank holds a tensor or module of the checkpoint."""
-        return not self.is_divided(name) or int(_EXPERT.search(name)[0]) in self.held
+        return not self.is_divided(name) or int(EXPERT_NUMBER.search(name)[0]) in self.held
 
     def of_every_rank(self, name: str) -> list[str]:
         """What stands in the place of a tensor or module of this rank, by rank; itself alone where all ranks hold it."""
         if not self.is_divided(name):
             return [name]
-        each, number = len(self.held), int(_EXPERT.search(name)[0])
-        return [_EXPERT.sub(str(number % each + rank * each), name, count=1) for rank in range(self.size)]
+        each, number = len(self.held), int(EXPERT_NUMBER.search(name)[0])
+        return [EXPERT_NUMBER.sub(str(number % each + rank * each), name, count=1) for rank in range(self.size)]
 
     @staticmethod
     def any_expert(name: str) -> str:
         """A tensor or module of an expert with ``*`` for its number; others as they are."""
-        return _EXPERT.sub("*", name, count=1)
+        return EXPERT_NUMBER.sub("*", name, count=1)
 
     def experts_of(self, name: str) -> str | None:
         """The layer's experts to which a divided tensor belongs, e.g. ``model.layers.0.mlp.experts.``; None otherwise."""
-        return name[: _EXPERT.search(name).start()] if self.is_divided(name) else None
+        return name[: EXPERT_NUMBER.search(name).start()] if self.is_divided(name) else None
 
 
 def check_ranks(size: int, num_ranks: int) -> None:

@@ -5,12 +5,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from orbit_kernels.manifest import BaseManifest, Cut
+from orbit_kernels.names import EXPERTS, ROUTER, SHARED_EXPERT
 from orbit_verl.config import AdapterSettings
 from orbit_verl.model.latent_attention import FrozenLatentAttention
 from orbit_verl.model.linear import FrozenLinear
 from orbit_verl.model.modules import FrozenGPTModel
 from orbit_verl.model.moe import FrozenMoE, SharedLinear
-from orbit_verl.model.tensors import EXPERTS, SHARED_EXPERT
 
 _LAYER_NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
 _QK_NORMS = {"q_layernorm": "q_norm", "k_layernorm": "k_norm"}
@@ -26,8 +26,8 @@ def frozen_linears(model: FrozenGPTModel) -> Iterator[tuple[str, FrozenLinear]]:
             yield f"{prefix}.mlp", layer.mlp.linear_fc2
             continue
         for index, expert in zip(layer.mlp.layout.held, layer.mlp.experts, strict=True):
-            yield f"{prefix}.mlp.experts.{index}", expert.gate_up
-            yield f"{prefix}.mlp.experts.{index}", expert.down
+            yield f"{prefix}{EXPERTS}{index}", expert.gate_up
+            yield f"{prefix}{EXPERTS}{index}", expert.down
         if layer.mlp.shared_expert is not None:
             yield f"{prefix}{SHARED_EXPERT}", layer.mlp.shared_expert.gate_up
             yield f"{prefix}{SHARED_EXPERT}", layer.mlp.shared_expert.down
@@ -43,7 +43,7 @@ def adapted_linears(
     yield from ((prefix, linear) for prefix, linear in frozen_linears(model) if EXPERTS not in f"{prefix}.")
     for prefix, layer in _layers(model):
         if isinstance(layer.mlp, FrozenMoE):
-            yield from ((f"{prefix}.mlp.experts", linear) for linear in layer.mlp.shared)
+            yield from ((f"{prefix}{EXPERTS[:-1]}", linear) for linear in layer.mlp.shared)
 
 
 def plain_tensors(model: FrozenGPTModel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -57,7 +57,7 @@ def plain_tensors(model: FrozenGPTModel) -> Iterator[tuple[str, torch.Tensor]]:
             if norm is not None:
                 yield f"{prefix}.self_attn.{theirs}.weight", norm.weight
         if isinstance(layer.mlp, FrozenMoE):
-            yield from ((f"{prefix}.mlp.gate.{leaf}", tensor) for leaf, tensor in layer.mlp.router.named_parameters())
+            yield from ((f"{prefix}{ROUTER}.{leaf}", tensor) for leaf, tensor in layer.mlp.router.named_parameters())
     yield f"{model.checkpoint_prefix}model.norm.weight", model.decoder.final_layernorm.weight
     if not model.share_embeddings_and_output_weights:
         yield f"{model.checkpoint_prefix}lm_head.weight", model.output_layer.weight

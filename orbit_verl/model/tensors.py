@@ -1,6 +1,5 @@
 """What the checkpoint of a decoder must hold: names, shapes, and the stored format of each linear."""
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -9,12 +8,11 @@ import torch
 from orbit_kernels.checkpoint import HFCheckpoint
 from orbit_kernels.formats import Bf16Format, TensorSpec, WeightFormat
 from orbit_kernels.fusing import GATE_UP, LATENTS, QKV
+from orbit_kernels.names import EXPERTS, ROUTER, ROUTER_BIAS, SHARED_EXPERT, unused_tensors
 from orbit_verl.model.architecture import DecoderArchitecture
 
 ATTENTION_OUT, MLP_OUT = ("o_proj",), ("down_proj",)
 QUERY_UP, KEY_VALUE_UP = ("q_b_proj",), ("kv_b_proj",)
-ROUTER_BIAS = "e_score_correction_bias"
-EXPERTS, SHARED_EXPERT = ".mlp.experts.", ".mlp.shared_experts"
 
 
 def linear_shape(architecture: DecoderArchitecture, module: str) -> tuple[int, int]:
@@ -117,21 +115,15 @@ def open_checkpoint(
             dtype, or holds a scale, zero point or shape that no weight has. Tensors are named.
     """
     checkpoint = HFCheckpoint(folder)
-    checkpoint.check(expected_tensors(architecture), optional=_unused(architecture, checkpoint))
+    unused = unused_tensors(
+        checkpoint.specs,
+        prefix=architecture.prefix,
+        num_layers=None if architecture.latent is None else architecture.num_layers,
+        tied_head=architecture.tied_embeddings,
+    )
+    checkpoint.check(expected_tensors(architecture), optional=unused)
     checkpoint.check_values({name: found for name, found in linear_formats(architecture).items() if held(name)})
     return checkpoint
-
-
-def _unused(architecture: DecoderArchitecture, checkpoint: HFCheckpoint) -> frozenset[str]:
-    """Tensors that may be there: a tied head, layers that predict further tokens, and what is no language model."""
-    layer = re.compile(rf"{re.escape(architecture.prefix)}model\.layers\.(\d+)\.")
-    unused = {f"{architecture.prefix}lm_head.weight"} if architecture.tied_embeddings else set()
-    for name in checkpoint.specs:
-        found = layer.match(name)
-        beyond = found is not None and architecture.latent is not None and int(found[1]) >= architecture.num_layers
-        if beyond or not name.startswith(architecture.prefix):
-            unused.add(name)
-    return frozenset(unused)
 
 
 def _plain_spec(architecture: DecoderArchitecture, shape: tuple[int, ...]) -> TensorSpec:
@@ -174,10 +166,10 @@ def _plain_tensors(architecture: DecoderArchitecture) -> Iterator[tuple[str, Ten
             yield f"{prefix}.self_attn.{name}.weight", _plain_spec(architecture, (width,))
         if has_experts(architecture, layer):
             moe = architecture.moe
-            yield f"{prefix}.mlp.gate.weight", _plain_spec(architecture, (moe.num_experts, hidden))
+            yield f"{prefix}{ROUTER}.weight", _plain_spec(architecture, (moe.num_experts, hidden))
             if moe.scoring == "sigmoid":
                 bias = TensorSpec((moe.num_experts,), torch.float32, also=(torch.bfloat16,))
-                yield f"{prefix}.mlp.gate.{ROUTER_BIAS}", bias
+                yield f"{prefix}{ROUTER_BIAS}", bias
     yield f"{architecture.prefix}model.norm.weight", norm
     if not architecture.tied_embeddings:
         yield f"{architecture.prefix}lm_head.weight", embedding

@@ -2,7 +2,7 @@
 
 import pytest
 
-from orbit_sglang.naming import is_language, part_names, without_language_prefix
+from orbit_sglang.naming import part_names, without_language_prefix
 
 
 @pytest.mark.parametrize(
@@ -22,13 +22,3 @@ def test_a_prefix_is_taken_from_names_and_patterns_alike():
     patterns = ["language_model.lm_head", r"re:language_model\.model\.layers\.0\..*", "re:.*self_attn.*", "lm_head"]
     expected = ["lm_head", r"re:model\.layers\.0\..*", "re:.*self_attn.*", "lm_head"]
     assert without_language_prefix(patterns) == expected
-
-
-def test_what_sees_images_is_no_language_model():
-    names = (
-        "vision_tower.encoder.blocks.0.attn.qkv_proj",
-        "mm_projector.linear_1",
-        "language_model.lm_head",
-        "lm_head",
-    )
-    assert [is_language(name) for name in names] == [False, False, True, True]

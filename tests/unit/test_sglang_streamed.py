@@ -36,7 +36,7 @@ def test_ranks_record_every_expert_once_and_pass_everything_on(num_ranks):
         passing = StreamedExperts(scheme, CONFIG, torch.bfloat16, rank=rank, num_ranks=num_ranks)
         passed = dict(passing.watch(weights.items()))
         assert passed.keys() == weights.keys() and all(passed[name] is weights[name] for name in weights)
-        manifests.append(passing.manifest())
+        manifests.append(passing.manifest)
     assert sum(len(manifest.tensors) for manifest in manifests) == len(experts)
     formats = {name.rpartition(".")[0]: weight_format for name in experts}
     assert BaseManifest.union(manifests) == BaseManifest.of(formats, experts.items())
@@ -47,5 +47,5 @@ def test_unquantised_experts_are_recorded_in_the_dtype_that_sglang_holds():
     name = "model.layers.0.mlp.experts.3.down_proj.weight"
     weight = torch.randn(SHAPES["down_proj"]).bfloat16()
     list(passing.watch([(name, weight)]))
-    assert passing.manifest().tensors == BaseManifest.of({}, [(name, weight.float())]).tensors
-    assert passing.manifest().formats["model.layers.0.mlp.experts.3.down_proj"]["dtype"] == "float32"
+    assert passing.manifest.tensors == BaseManifest.of({}, [(name, weight.float())]).tensors
+    assert passing.manifest.formats["model.layers.0.mlp.experts.3.down_proj"]["dtype"] == "float32"

@@ -1,0 +1,43 @@
+"""What both plugins read from the names of a Hugging Face checkpoint.
+
+Importable without torch.
+"""
+
+import re
+from collections.abc import Collection
+
+LANGUAGE_PREFIXES = {"kimi_k25": "language_model."}
+"""What stands in front of a language model's names, by the model type of one that has more than language."""
+
+EXPERTS, SHARED_EXPERT, ROUTER = ".mlp.experts.", ".mlp.shared_experts", ".mlp.gate"
+ROUTER_BIAS = f"{ROUTER}.e_score_correction_bias"
+EXPERT_NUMBER = re.compile(rf"(?<={re.escape(EXPERTS)})\d+(?=\.)")
+"""Finds the number of a routed expert in the name of its module or tensor."""
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_OTHER_INPUTS = ("vision_tower.", "mm_projector.")
+
+
+def layer_number(name: str) -> int | None:
+    """The decoder layer of a module or tensor; None outside of the layers."""
+    found = _LAYER.search(name)
+    return found and int(found[1])
+
+
+def is_language(name: str) -> bool:
+    """Whether a module or tensor belongs to the language model, and not to what sees images."""
+    return not name.startswith(_OTHER_INPUTS)
+
+
+def unused_tensors(names: Collection[str], *, prefix: str, num_layers: int | None, tied_head: bool) -> frozenset[str]:
+    """Those of a checkpoint's tensors that may be there although no language model needs them.
+
+    Args:
+        names: of all tensors.
+        prefix: of the language model's.
+        num_layers: layers from that number on predict further tokens (DeepSeek-V3's MTP); None where there are no such.
+        tied_head: whether the head is the embedding matrix, and may be stored a second time.
+    """
+    beyond = {name for name in names if num_layers is not None and (layer_number(name) or 0) >= num_layers}
+    other_inputs = {name for name in names if prefix and not is_language(name)}
+    return frozenset(beyond | other_inputs | ({f"{prefix}lm_head.weight"} if tied_head else set()))
