@@ -1,13 +1,13 @@
 """Tiny mixtures of experts that the trainer's tests share, and their gradients through merged weights."""
 
-import json
 from pathlib import Path
 
 import safetensors.torch
+import tiny_models
 import torch
 from torch.func import functional_call
-from trainer_support import SMALL, response_mask
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from trainer_support import SMALL, VOCAB, response_mask
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from orbit_kernels.adapter import split_name
 from orbit_kernels.fusing import FUSED_PARTS
@@ -18,22 +18,11 @@ LATENT_TARGETS = (
     *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
     *("gate_proj", "up_proj", "down_proj"),
 )
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1e4,
-    "factor": 4.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "original_max_position_embeddings": 128,
-}
-# What published configurations say, and SGLang reads, beyond transformers' own fields.
-PUBLISHED_FIELDS = {
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "moe_layer_freq": 1,
-    "num_nextn_predict_layers": 0,
+# A small factor: a large one sharpens attention until fp32 gradients of the reference itself are not known to 1e-5.
+LATENT_FIELDS = {
+    "vocab_size": VOCAB,
+    "initializer_range": 0.15,
+    "rope_parameters": {**tiny_models.YARN, "factor": 4.0, "original_max_position_embeddings": 128},
 }
 
 
@@ -52,65 +41,26 @@ def write_moe(folder: Path, dtype: torch.dtype, **config) -> Path:
             rope_parameters=rope,
         )
     )
-    _randomise_norms(model)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(parameter, 1.0, 0.2)
     model.to(dtype).save_pretrained(folder)
     return folder
 
 
 def write_deepseek(folder: Path, dtype: torch.dtype, **config) -> Path:
     """A random DeepSeek-V3 whose first layer of three is dense; one of two groups of experts is open to a token."""
-    torch.manual_seed(0)
-    fields = SMALL | {
-        "num_hidden_layers": 3,
-        "first_k_dense_replace": 1,
-        "num_key_value_heads": 4,
-        "q_lora_rank": 64,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 32,
-        "moe_intermediate_size": FFN,
-        "n_routed_experts": EXPERTS,
-        "num_experts_per_tok": TOP_K,
-        "n_shared_experts": 1,
-        "n_group": 2,
-        "topk_group": 1,
-        "routed_scaling_factor": 2.5,
-        "rope_parameters": YARN,
-        **PUBLISHED_FIELDS,
-    }
-    model = DeepseekV3ForCausalLM(DeepseekV3Config(**fields | config))
-    _randomise_norms(model)
-    model.to(dtype)
-    for layer in model.model.layers[1:]:  # its bias is fp32 in every checkpoint
-        layer.mlp.gate.e_score_correction_bias = 0.1 * torch.randn(EXPERTS)
-    model.save_pretrained(folder)
-    return folder
+    return tiny_models.save_deepseek_v3(folder, dtype, **LATENT_FIELDS | config)
 
 
-def write_kimi(folder: Path, dtype: torch.dtype, **config) -> Path:
+def write_kimi(folder: Path, dtype: torch.dtype) -> Path:
     """The same as the language model of a Kimi-K2.5, with a tensor of what sees images."""
-    write_deepseek(folder, dtype, **config)
+    tiny_models.save_kimi_k25(folder, dtype, **LATENT_FIELDS)
     file = folder / "model.safetensors"
-    tensors = {f"language_model.{name}": tensor for name, tensor in safetensors.torch.load_file(file).items()}
+    tensors = safetensors.torch.load_file(file)
     tensors["vision_tower.patch_embed.proj.weight"] = torch.zeros(2, 2, dtype=dtype)
     safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
-    text = json.loads((folder / "config.json").read_text()) | {"model_type": "kimi_k2"}
-    wrapper = {
-        "architectures": ["KimiK25ForConditionalGeneration"],
-        "model_type": "kimi_k25",
-        "dtype": text["dtype"],
-        "text_config": text,
-        "vision_config": {"hidden_size": 32},
-    }
-    (folder / "config.json").write_text(json.dumps(wrapper))
     return folder
-
-
-def _randomise_norms(model: torch.nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            torch.nn.init.normal_(parameter, 1.0, 0.2)
 
 
 def leaf_tensors(engine: OrbitEngine) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:

@@ -16,17 +16,8 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from expert_parallel_rank import (
-    ADAPTERS,
-    EXCHANGES,
-    TRAINED,
-    Layer,
-    accumulate,
-    engine_of,
-    state,
-    train_step,
-    whole_layer,
-)
+from expert_parallel_engine import ADAPTERS, TRAINED, accumulate, engine_of, state, train_step
+from expert_parallel_layer import EXCHANGES, Layer, whole_layer
 from moe_support import write_deepseek, write_moe
 from quantized import quantize, weight_format
 from trainer_support import (
@@ -91,7 +82,11 @@ def ranks(folders, one, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("ranks")
     places = {adapter: list(one(base="fp32", adapter=adapter).export_adapter().tensors) for adapter in ADAPTERS}
     arguments = [json.dumps(value) for value in (folders, places, str(out))]
-    process = subprocess.Popen([sys.executable, "-W", "ignore", SCRIPT, *arguments], start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", SCRIPT, *arguments],
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     try:
         assert process.wait(timeout=300) == 0
     finally:

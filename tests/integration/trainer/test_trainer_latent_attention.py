@@ -137,7 +137,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
     with pytest.raises(ValueError) as refused:
         open_checkpoint(architecture_of(folder), folder)
     assert "model.layers.1.mlp.gate.e_score_correction_bias: missing" in str(refused.value)
-    assert "model.layers.2.self_attn.kv_b_proj.weight: shape (2, 2), expected (192, 32)" in str(refused.value)
+    assert "model.layers.2.self_attn.kv_b_proj.weight: shape (2, 2), expected (160, 32)" in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -108,9 +108,9 @@ def save_qwen3(folder: pathlib.Path, dtype: torch.dtype, sizes: Mapping[str, int
     return _save(Qwen3ForCausalLM, config, folder, dtype)
 
 
-def save_qwen3_moe(folder: pathlib.Path, dtype: torch.dtype) -> pathlib.Path:
+def save_qwen3_moe(folder: pathlib.Path, dtype: torch.dtype, **fields) -> pathlib.Path:
     experts = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
-    config = Qwen3MoeConfig(**SIZES, **experts, head_dim=16, tie_word_embeddings=False)
+    config = Qwen3MoeConfig(**SIZES | experts | {"head_dim": 16, "tie_word_embeddings": False} | fields)
     return _save(Qwen3MoeForCausalLM, config, folder, dtype)
 
 
