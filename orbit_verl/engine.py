@@ -30,7 +30,7 @@ from orbit_verl.gathering import gather_objects
 from orbit_verl.model.architecture import DecoderArchitecture
 from orbit_verl.model.attention import as_served
 from orbit_verl.model.build import build_model, transformer_config
-from orbit_verl.model.layout import SIZE_KEY, ExpertLayout, check_ranks
+from orbit_verl.model.layout import SIZE_KEY, ExpertLayout, check_layout
 from orbit_verl.model.naming import adapted_linears, base_manifest
 from orbit_verl.optimizer import AdapterOptimizer, build_scheduler
 
@@ -66,8 +66,7 @@ class OrbitEngine(MegatronEngineWithLMHead):
         _check_checkpoint_config(checkpoint_config)
         self._architecture = DecoderArchitecture.from_hf(model_config.hf_config)
         size = engine_config.expert_model_parallel_size
-        ExpertLayout(num_experts=self._architecture.num_experts, size=size)
-        check_ranks(size, torch.distributed.get_world_size())
+        check_layout(self._architecture.num_experts, size, torch.distributed.get_world_size())
         megatron_cpu.install()
         super().__init__(_language_model(model_config), engine_config, optimizer_config, checkpoint_config)
         self._layout = _expert_layout(self._architecture, size)
@@ -216,7 +215,7 @@ class OrbitEngine(MegatronEngineWithLMHead):
 
     def _build_tf_config(self) -> None:
         self.is_value_model = False
-        self.share_embeddings_and_output_weights = self.model_config.share_embeddings_and_output_weights
+        self.share_embeddings_and_output_weights = self._architecture.tied_embeddings
         self.bridge = self.provider = self.peft_cls = None
         self.vanilla_bridge = False
         self.tf_config = transformer_config(self._architecture, self.engine_config.override_transformer_config)

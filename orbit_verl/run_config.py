@@ -20,7 +20,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from orbit_kernels.adapter import AdapterConfig
 from orbit_verl.config import OrbitConfig, check_key
 from orbit_verl.model.architecture import DecoderArchitecture
-from orbit_verl.model.layout import ExpertLayout, check_ranks
+from orbit_verl.model.layout import check_layout
 from orbit_verl.model.tensors import linear_formats, linear_shape, open_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -263,8 +263,7 @@ def _check_base(config: DictConfig, adapter: AdapterConfig) -> None:
     path = _model_path(config)
     architecture = DecoderArchitecture.from_hf(AutoConfig.from_pretrained(path))
     size = config.actor_rollout_ref.actor.megatron.expert_model_parallel_size
-    ExpertLayout(num_experts=architecture.num_experts, size=size)
-    check_ranks(size, config.trainer.n_gpus_per_node * config.trainer.nnodes)
+    check_layout(architecture.num_experts, size, config.trainer.n_gpus_per_node * config.trainer.nnodes)
     for module in filter(adapter.targets, linear_formats(architecture)):
         adapter.method.shapes(*linear_shape(architecture, module), f"orbit.adapter: {module}")
     open_checkpoint(architecture, path)

@@ -31,6 +31,7 @@ class FrozenLatentAttention(nn.Module):
     """Queries, keys and values from latents, causal attention, and its output projection.
 
     Args:
+        config: Megatron-Core's, of the dtype and the rotation.
         architecture: the model; ``latent`` is set.
         latents, queries, keys_values, output: make the linears, from the layer's input to the latents of queries and of keys
             and values with their rotary key, from these to queries and to keys and values, and back to hidden.
@@ -65,7 +66,10 @@ class FrozenLatentAttention(nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
         **_megatron: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Hidden states [S, B, D], packed sequences as [T, 1, D], to [S, B, D], and Megatron-Core's absent bias."""
+        """Hidden states [S, B, D], packed sequences as [T, 1, D], to the same shape, and Megatron-Core's absent bias.
+
+        In the model's dtype throughout; the padding mask is not needed, see `CausalAttention`.
+        """
         shape = self._shape
         latents, _ = self.latents(x_SBD)
         query_latent, latent_SBL, k_rotary = latents.split(
@@ -81,8 +85,15 @@ class FrozenLatentAttention(nn.Module):
         y_SBHV = heads(q_plain, q_SBHR, self.kv_norm(latent_SBL), k_SB1R, packed_seq_params)
         return self.output(y_SBHV.flatten(2))
 
-    def _absorbed(self, q_SBHP, q_SBHR, latent_SBL, k_SB1R, packed: PackedSeqParams | None) -> torch.Tensor:
-        """All heads read the one latent, as from the server's cache."""
+    def _absorbed(
+        self,
+        q_SBHP: torch.Tensor,
+        q_SBHR: torch.Tensor,
+        latent_SBL: torch.Tensor,
+        k_SB1R: torch.Tensor,
+        packed: PackedSeqParams | None,
+    ) -> torch.Tensor:
+        """All heads read the one latent, as from the server's cache: [S, B, H, V]."""
         adapter = self.keys_values.adapter if self.keys_values.adapter_enabled else None
         latent_SB1L = (latent_SBL if adapter is None else adapter.inputs(latent_SBL)[0]).unsqueeze(-2)
         (weight,) = self.keys_values.stored_parts().values()
@@ -93,8 +104,15 @@ class FrozenLatentAttention(nn.Module):
         y_THV = _AbsorbedValues.apply(attended.flatten(0, 1), weight, self._shape.v_head_dim)
         return y_THV.view(*attended.shape[:3], -1)
 
-    def _expanded(self, q_SBHP, q_SBHR, latent_SBL, k_SB1R, packed: PackedSeqParams | None) -> torch.Tensor:
-        """Every head has keys and values of its own."""
+    def _expanded(
+        self,
+        q_SBHP: torch.Tensor,
+        q_SBHR: torch.Tensor,
+        latent_SBL: torch.Tensor,
+        k_SB1R: torch.Tensor,
+        packed: PackedSeqParams | None,
+    ) -> torch.Tensor:
+        """Every head has keys and values of its own: [S, B, H, V]."""
         keys_values, _ = self.keys_values(latent_SBL)
         k_SBHP, v_SBHV = keys_values.unflatten(-1, (self._num_heads, -1)).split(
             [self._shape.qk_nope_head_dim, self._shape.v_head_dim], dim=-1
@@ -102,8 +120,10 @@ class FrozenLatentAttention(nn.Module):
         key = torch.cat([k_SBHP, k_SB1R.expand_as(q_SBHR)], dim=-1)
         return self._attend(torch.cat([q_SBHP, q_SBHR], dim=-1), key, v_SBHV, packed)
 
-    def _attend(self, query, key, value, packed: PackedSeqParams | None) -> torch.Tensor:
-        """[S, B, H, width of the values]."""
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams | None
+    ) -> torch.Tensor:
+        """Causal attention [S, B, heads, width], packed [T, 1, heads, width]: one such, as wide as the values."""
         if packed is not None:
             query, key, value = (tensor.squeeze(1) for tensor in (query, key, value))
         out = self.attention(query, key, value, None, packed_seq_params=packed)

@@ -66,13 +66,14 @@ class ExpertLayout:
         return name[: EXPERT_NUMBER.search(name).start()] if self.is_divided(name) else None
 
 
-def check_ranks(size: int, num_ranks: int) -> None:
-    """Hold a size of expert parallelism against the trainer's ranks.
+def check_layout(num_experts: int, size: int, num_ranks: int) -> None:
+    """Hold a size of expert parallelism against a model and the trainer's ranks.
 
     Raises:
-        ValueError: the ranks cannot be divided into groups of that size.
+        ValueError: ``ExpertLayout`` refuses it, or the ranks cannot be divided into groups of that size.
     """
-    if size < 1 or num_ranks % size:
+    ExpertLayout(num_experts=num_experts, size=size)
+    if num_ranks % size:
         raise ValueError(
             f"{SIZE_KEY}={size}: the trainer's {num_ranks} ranks cannot be divided into groups of that size; choose one of "
             f"{[divisor for divisor in range(1, num_ranks + 1) if num_ranks % divisor == 0]}"

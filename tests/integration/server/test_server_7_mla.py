@@ -257,6 +257,17 @@ def test_kimi_is_its_language_model(bf16, kimi):
         assert tokens == plain_tokens and torch.equal(logprobs_TV, plain_TV)
 
 
+def test_kimi_k2_is_deepseek_by_another_name(root, bf16):
+    folder = shutil.copytree(bf16, root / "kimi-k2")
+    edit_config(folder, lambda fields: fields.update(model_type="kimi_k2"))
+    check_checkpoint(str(folder), "cpu")
+    answers = []
+    for path in (folder, bf16):
+        with served(path, dtype="bfloat16") as server:
+            answers.append(server.greedy(PROMPT, TOKENS))
+    assert answers[0][0] == answers[1][0] and torch.equal(answers[0][1], answers[1][1])
+
+
 @pytest.mark.parametrize("place", ["top", "text"])
 def test_kimi_whose_routed_experts_alone_are_packed(root, kimi, place):
     """As published: in the text configuration or beside it, names left out with the prefix."""

@@ -1,5 +1,7 @@
 """DeepSeek-V3 and Kimi-K2.5 in the trainer against transformers: log-probs, gradients of every adapter tensor, formats."""
 
+import shutil
+
 import pytest
 import safetensors.torch
 import torch
@@ -12,7 +14,7 @@ from moe_support import (
     write_deepseek,
     write_kimi,
 )
-from quantized import dequantized_moe_tensors, quantize, weight_format
+from quantized import dequantized_moe_tensors, edit_config, quantize, weight_format
 from trainer_support import (
     load_reference,
     log_probs,
@@ -112,6 +114,15 @@ def test_kimi_is_deepseek_behind_a_prefix(deepseek, tmp_path):
     )
     assert "language_model.model.layers.1.mlp.shared_experts.up_proj" in kimi.base_manifest().formats
     assert not any("vision" in name for name in kimi.base_manifest().tensors)
+
+
+def test_kimi_k2_is_deepseek_by_another_name(deepseek, tmp_path):
+    """transformers knows no such model type; a checkpoint's own Python files are not run."""
+    folder, tokens = shutil.copytree(deepseek[torch.float32], tmp_path / "model"), sequences()
+    edit_config(folder, model_type="kimi_k2")
+    assert all(
+        map(torch.equal, log_probs(engine_of(folder), tokens), log_probs(engine_of(deepseek[torch.float32]), tokens))
+    )
 
 
 def test_a_training_step_changes_every_kind_of_adapter(deepseek):
