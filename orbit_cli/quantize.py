@@ -147,13 +147,15 @@ class _Source:
 
     def _check(self) -> None:
         if not self.linears:
-            raise ValueError(
-                f"{self.folder}: no linears named like model.layers.0.mlp.up_proj, or with --experts-only like "
-                "model.layers.0.mlp.experts.0.up_proj, so nothing to quantise"
-            )
+            raise ValueError(self._nothing_to_quantize())
         problems = [problem for module in sorted(self.linears) for problem in self._problems(module)]
         if problems:
             raise ValueError(f"{self.folder} does not fit {self.format.name}: {'; '.join(problems)}")
+
+    def _nothing_to_quantize(self) -> str:
+        if any(map(_LINEAR.fullmatch, self.checkpoint.specs)):
+            return f"{self.folder}: the model has no routed experts, named like mlp.experts.0.up_proj; leave --experts-only out"
+        return f"{self.folder}: no linears named like model.layers.0.mlp.up_proj, so nothing to quantise"
 
     def _problems(self, module: str) -> Iterator[str]:
         spec = self.checkpoint.specs[f"{module}.weight"]

@@ -174,14 +174,7 @@ class TrainerAdapter:
         return {"orbit/oft/orthogonality_error_max": error}
 
     def _check_targets(self) -> None:
-        names = [f".{module}" for module in self._shapes]
-        unknown = [t for t in self.config.target_modules if not any(name.endswith(f".{t}") for name in names)]
-        if unknown:
-            known = sorted({name.rpartition(".")[2] for name in names})
-            raise ValueError(
-                f"target_modules {unknown} match no linear of the model; known: {known}, or with what stands in front of "
-                "them, e.g. shared_experts.up_proj"
-            )
+        self.config.check_targets(self._shapes)
         for module, shape in self._shapes.items():
             if self.config.targets(module):
                 self.config.method.shapes(*shape, module)
@@ -265,7 +258,9 @@ def _generator(seed: int, module: str) -> torch.Generator:
 
 
 def _what_differs(left: Mapping[str, Any], right: Mapping[str, Any]) -> tuple[str, str]:
-    """The entries of each that the other has not, as JSON."""
+    """The entries of each that the other has not, as JSON; of two methods their names, as the rest follows from these."""
+    if left["peft_type"] != right["peft_type"]:
+        left, right = ({"peft_type": one["peft_type"]} for one in (left, right))
     return tuple(
         json.dumps({key: value for key, value in one.items() if key not in other or other[key] != value})
         for one, other in ((left, right), (right, left))

@@ -17,11 +17,12 @@ from transformers import AutoConfig, AutoTokenizer
 from verl.plugin.platform import get_platform
 from verl.utils.config import omega_conf_to_dataclass
 
-from orbit_kernels.adapter import AdapterConfig
-from orbit_verl.config import OrbitConfig, check_key
+from orbit_kernels.names import without_expert
+from orbit_verl.config import AdapterSettings, OrbitConfig, check_key
+from orbit_verl.model.adapters import check_tied
 from orbit_verl.model.architecture import DecoderArchitecture
 from orbit_verl.model.layout import check_layout
-from orbit_verl.model.tensors import linear_formats, linear_shape, open_checkpoint
+from orbit_verl.model.tensors import fused_linears, linear_formats, linear_shape, open_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ def resolve(config: DictConfig) -> OrbitConfig:
             _fill_in(config, implied)
     _check_run(config)
     _check_tokenizer(config, checkpoint)
-    _check_base(config, orbit.adapter.to_adapter_config())
+    _check_base(config, orbit.adapter)
     return orbit
 
 
@@ -258,15 +259,27 @@ def _check_run(config: DictConfig) -> None:
         )
 
 
-def _check_base(config: DictConfig, adapter: AdapterConfig) -> None:
+def _check_base(config: DictConfig, settings: AdapterSettings) -> None:
     """Refuse what does not fit the model: a layout, an adapter, or files that do not hold what ``config.json`` says."""
     path = _model_path(config)
     architecture = DecoderArchitecture.from_hf(AutoConfig.from_pretrained(path))
     size = config.actor_rollout_ref.actor.megatron.expert_model_parallel_size
     check_layout(architecture.num_experts, size, config.trainer.n_gpus_per_node * config.trainer.nnodes)
-    for module in filter(adapter.targets, linear_formats(architecture)):
-        adapter.method.shapes(*linear_shape(architecture, module), f"orbit.adapter: {module}")
+    _check_targets(architecture, settings)
     open_checkpoint(architecture, path)
+
+
+def _check_targets(architecture: DecoderArchitecture, settings: AdapterSettings) -> None:
+    adapter, modules = settings.to_adapter_config(), linear_formats(architecture)
+    try:
+        adapter.check_targets(map(without_expert, modules) if settings.experts == "shared" else modules)
+        for module in filter(adapter.targets, modules):
+            adapter.method.shapes(*linear_shape(architecture, module), module)
+        for prefix, parts in fused_linears(architecture):
+            targets = [part for part in parts if adapter.targets(f"{prefix}.{part}")]
+            check_tied(adapter.method, parts, targets, tied=settings.fused == "tied")
+    except ValueError as error:
+        raise ValueError(f"orbit.adapter: {error}") from None
 
 
 def _check_tokenizer(config: DictConfig, checkpoint: dict[str, Any]) -> None:

@@ -54,8 +54,8 @@ class AdapterConfig:
         }:
             raise ValueError(
                 f"target_modules ['kv_b_proj'] with {self.type}: a server multiplies that weight into queries and values "
-                "(absorbed latent attention), so an update of its output would change the weight of every slot; leave it "
-                "out, or use oft, which rotates the latent"
+                "(absorbed latent attention), so an update of its output would change the weight of every slot; take it out of "
+                "target_modules, or use oft, which rotates the latent"
             )
         if self.layers is not None and not all(is_int(layer) for layer in self.layers):
             raise ValueError(f"layers {self.layers!r}: must be decoder layers' numbers")
@@ -74,6 +74,24 @@ class AdapterConfig:
         if not any(module == target or module.endswith(f".{target}") for target in self.target_modules):
             return False
         return self.layers is None or layer_number(module) in self.layers
+
+    def check_targets(self, modules: Iterable[str]) -> None:
+        """Hold the targets against the linears of a model.
+
+        Args:
+            modules: Hugging Face names of those that can carry an adapter.
+
+        Raises:
+            ValueError: a target matches none of them.
+        """
+        names = [f".{module}" for module in modules]
+        unknown = [target for target in self.target_modules if not any(name.endswith(f".{target}") for name in names)]
+        if unknown:
+            known = sorted({name.rpartition(".")[2] for name in names})
+            raise ValueError(
+                f"target_modules {unknown} match no linear of the model; known: {known}, or with what stands in front of "
+                "them, e.g. mlp.up_proj"
+            )
 
     def to_peft(self) -> dict[str, Any]:
         """The configuration as peft's ``adapter_config.json`` holds it."""

@@ -24,6 +24,11 @@ def layer_number(name: str) -> int | None:
     return found and int(found[1])
 
 
+def without_expert(name: str) -> str:
+    """The name of what all routed experts of a layer share, from that of one expert's; others as they are."""
+    return name.replace(f"{EXPERTS}{found[0]}.", EXPERTS) if (found := EXPERT_NUMBER.search(name)) else name
+
+
 def is_language(name: str) -> bool:
     """Whether a module or tensor belongs to the language model, and not to what sees images."""
     return not name.startswith(_OTHER_INPUTS)

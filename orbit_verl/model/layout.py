@@ -76,5 +76,6 @@ def check_layout(num_experts: int, size: int, num_ranks: int) -> None:
     if num_ranks % size:
         raise ValueError(
             f"{SIZE_KEY}={size}: the trainer's {num_ranks} ranks cannot be divided into groups of that size; choose one of "
-            f"{[divisor for divisor in range(1, num_ranks + 1) if num_ranks % divisor == 0]}"
+            f"{[divisor for divisor in range(1, num_ranks + 1) if num_ranks % divisor == 0]}, or another "
+            "trainer.n_gpus_per_node or trainer.nnodes"
         )

@@ -75,7 +75,7 @@ def linear_formats(architecture: DecoderArchitecture) -> dict[str, WeightFormat]
     """
     return {
         f"{prefix}.{part}": fused_format(architecture, prefix, parts)
-        for prefix, parts in _fused_linears(architecture)
+        for prefix, parts in fused_linears(architecture)
         for part in parts
     }
 
@@ -141,7 +141,8 @@ def has_experts(architecture: DecoderArchitecture, layer: int) -> bool:
     return architecture.moe is not None and layer in architecture.moe.layers
 
 
-def _fused_linears(architecture: DecoderArchitecture) -> Iterator[tuple[str, Sequence[str]]]:
+def fused_linears(architecture: DecoderArchitecture) -> Iterator[tuple[str, Sequence[str]]]:
+    """Linears that are multiplied as one: the module that holds them, and their leaf names."""
     grouped_query, latent = (QKV, ATTENTION_OUT), (LATENTS, QUERY_UP, KEY_VALUE_UP, ATTENTION_OUT)
     attention = grouped_query if architecture.latent is None else latent
     for layer in range(architecture.num_layers):

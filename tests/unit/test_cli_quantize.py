@@ -292,6 +292,6 @@ def test_latent_projections_are_linears_like_any_other(mixture, tmp_path):
 
 
 def test_experts_only_of_a_dense_model_is_refused(model_folder, tmp_path):
-    with pytest.raises(ValueError, match=r"--experts-only like model\.layers\.0\.mlp\.experts\.0\.up_proj"):
+    with pytest.raises(ValueError, match="no routed experts.*leave --experts-only out"):
         quantize_checkpoint(model_folder, tmp_path / "out", format_name="int4", experts_only=True)
     assert not (tmp_path / "out").exists()

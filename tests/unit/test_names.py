@@ -2,7 +2,7 @@
 
 import pytest
 
-from orbit_kernels.names import EXPERT_NUMBER, is_language, layer_number, unused_tensors
+from orbit_kernels.names import EXPERT_NUMBER, is_language, layer_number, unused_tensors, without_expert
 
 KIMI = "language_model."
 LAYER = "model.layers.{}.self_attn.o_proj.weight"
@@ -21,6 +21,11 @@ LAYER = "model.layers.{}.self_attn.o_proj.weight"
 def test_numbers_of_layers_and_experts(name, layer, expert):
     found = EXPERT_NUMBER.search(name)
     assert (layer_number(name), found and found[0]) == (layer, expert)
+
+
+def test_what_experts_share_has_no_number():
+    assert without_expert("model.layers.1.mlp.experts.12.up_proj") == "model.layers.1.mlp.experts.up_proj"
+    assert without_expert("model.layers.1.mlp.up_proj") == "model.layers.1.mlp.up_proj"
 
 
 def test_what_sees_images_is_no_language_model():

@@ -168,6 +168,8 @@ def test_unknown_key_is_refused(run_config):
         ("orbit.adapter.block_size=1", "block_size 1: must be an integer of at least 2"),
         ("orbit.adapter.type=boft", "must be one of oft, lora"),
         ("orbit.adapter.target_modules=[q_proj,lm_head]", "tied to the embeddings shares their matrix"),
+        ("orbit.adapter.target_modules=[q_b_proj]", r"orbit.adapter: target_modules \['q_b_proj'\] match no linear"),
+        ("orbit.adapter.target_modules=[q_proj,o_proj]", "orbit.adapter: fused='tied' with only"),
         ("orbit.adapter.fused=both", "must be one of tied, split"),
         ("orbit.adapter.reference=init", "set init_path"),
         ("orbit.base.activations=fp8", "must be one of deployed, none"),

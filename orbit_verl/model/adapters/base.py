@@ -4,12 +4,25 @@ Dimension suffixes: S sequence, B batch, I input width, O output width.
 """
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from orbit_kernels.methods import AdapterMethod
+
+
+def check_tied(method: AdapterMethod, parts: Collection[str], targets: Collection[str], *, tied: bool) -> None:
+    """Hold the targets among the parts of a fused linear against a tensor that they would share.
+
+    Raises:
+        ValueError: the method can only adapt all of them or none.
+    """
+    if tied and method.acts_on_input and 0 < len(targets) < len(parts):
+        raise ValueError(
+            f"fused='tied' with only {list(targets)} of {list(parts)} in target_modules: one rotation covers all parts "
+            "of a fused projection; target all of them or none, or set fused='split'"
+        )
 
 
 class LinearAdapter(nn.Module, abc.ABC):
@@ -42,11 +55,7 @@ class LinearAdapter(nn.Module, abc.ABC):
         device: torch.device,
     ):
         super().__init__()
-        if tied and method.acts_on_input and len(targets) < len(parts):
-            raise ValueError(
-                f"fused='tied' with only {list(targets)} of {list(parts)} in target_modules: one rotation covers all parts "
-                "of a fused projection; target all of them or none, or set fused='split'"
-            )
+        check_tied(method, parts, targets, tied=tied)
         self.method, self.parts, self.tied = method, dict(parts), tied
         self.trained = nn.ModuleDict()
         for part in targets:
