@@ -23,7 +23,7 @@ from orbit_verl.config import AdapterSettings, BaseSettings
 from orbit_verl.model.architecture import DecoderArchitecture
 from orbit_verl.model.build import empty_model, transformer_config
 from orbit_verl.model.kimi import KimiK25Config
-from orbit_verl.model.layout import ExpertLayout
+from orbit_verl.model.layout import ParallelLayout
 from orbit_verl.model.modules import FrozenGPTModel
 from orbit_verl.model.naming import adapted_linears, named_tensors
 
@@ -79,7 +79,7 @@ def build(settings: AdapterSettings, base: BaseSettings, num_experts: int) -> tu
         quantization_config=QUANTIZATION,
     )
     architecture = DecoderArchitecture.from_hf(config)
-    layout = ExpertLayout(num_experts=num_experts)
+    layout = ParallelLayout(num_experts=num_experts)
     model = empty_model(architecture, base, transformer_config(architecture, {}), torch.device("cpu"), layout)
     fill_with_random_bits(model)
     return model, TrainerAdapter(list(adapted_linears(model, settings)), settings, layout)

@@ -14,6 +14,7 @@ from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.utils import is_cpu
 
+from orbit_kernels.formats.int4 import SHAPE_LEAF
 from orbit_kernels.frozen import StoredWeight
 from orbit_kernels.fusing import LATENTS
 from orbit_sglang.hooks import Hook
@@ -100,7 +101,7 @@ def _concatenable(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple
         *_, leaf, kind = name.split(".")
         if leaf not in LATENTS:
             yield name, tensor
-        elif kind != stored.SHAPE_LEAF:
+        elif kind != SHAPE_LEAF:
             yield name, tensor.reshape(1) if tensor.dim() == 0 else tensor
 
 

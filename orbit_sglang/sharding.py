@@ -1,30 +1,9 @@
-"""What one rank of a server holds of a linear, under SGLang's tensor parallelism."""
-
-import dataclasses
+"""What one rank of a server holds of each linear, under SGLang's tensor parallelism."""
 
 from sglang.srt.layers.linear import ColumnParallelLinear, LinearBase, QKVParallelLinear, RowParallelLinear
 
+from orbit_kernels.share import Share
 from orbit_sglang.naming import part_names
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Share:
-    """Rows and columns of one linear that a rank holds: all, or one of equal ranges of either.
-
-    Attributes:
-        shape: rows and columns of the whole weight.
-        rows: those held.
-        columns: those held.
-    """
-
-    shape: tuple[int, int]
-    rows: range
-    columns: range
-
-    @classmethod
-    def whole(cls, rows: int, columns: int) -> "Share":
-        """All of a linear."""
-        return cls(shape=(rows, columns), rows=range(rows), columns=range(columns))
 
 
 def shares(module: str, layer: LinearBase) -> dict[str, Share]:

@@ -8,11 +8,12 @@ from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 
+from orbit_kernels.share import Share
 from orbit_kernels.wire import Adapter, AdapterError
 from orbit_sglang.config import SlotsConfig
 from orbit_sglang.naming import FUSED_PARTS, language_modules
 from orbit_sglang.quant.experts import ReferenceExperts
-from orbit_sglang.sharding import Share, shares
+from orbit_sglang.sharding import shares
 from orbit_sglang.slotted import (
     LINEARS,
     AdaptedLatent,

@@ -1,7 +1,7 @@
 """The trained part of the policy: one adapter over all frozen linears of a model.
 
-With expert parallelism a rank holds the adapters of its own experts. What leaves or enters a process is the whole adapter:
-``whole``, ``export`` and ``load``; snapshots are of what the rank holds.
+A rank holds the tensors that belong to its layers and experts and to its share of each linear. What leaves or enters a
+process is the whole adapter: ``whole``, ``export`` and ``load``; snapshots are of what the rank holds.
 """
 
 import contextlib
@@ -15,15 +15,17 @@ from typing import Any
 import safetensors
 import safetensors.torch
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from orbit_kernels import oft
 from orbit_kernels.adapter import AdapterConfig, tensor_name
+from orbit_kernels.fusing import fused_with
 from orbit_kernels.wire import Adapter
 from orbit_verl.config import AdapterSettings
 from orbit_verl.gathering import gather_scalars, whole_tensors
 from orbit_verl.model.adapters import ADAPTERS, OFTAdapter
-from orbit_verl.model.layout import ExpertLayout
+from orbit_verl.model.layout import ParallelLayout
 from orbit_verl.model.linear import FrozenLinear
 
 logger = logging.getLogger(__name__)
@@ -41,30 +43,37 @@ class TrainerAdapter:
     """The adapter over the frozen linears of a model.
 
     Args:
-        linears: each with the Hugging Face name of the module that holds its parts (``model.frozen_linears``).
+        linears: those of this rank, each with the Hugging Face name of the module that holds its parts
+            (``model.adapted_linears``).
+        shapes: rows and columns of the linears of all ranks, by name (``model.tensors.adapted_shapes``).
         settings: kind, sizes, targets and precision.
-        layout: which experts this rank holds.
+        layout: what this rank holds.
 
     Raises:
-        ValueError: the targets match no linear, the method cannot adapt one of them, or ``fused="tied"`` asks OFT to
-            rotate only some parts of a fused projection.
+        ValueError: the targets match no linear, none of this rank's, or only some experts of a layer; the method cannot adapt
+            one of them, or ``fused="tied"`` asks OFT to rotate only some parts of a fused projection.
     """
 
-    def __init__(self, linears: Sequence[tuple[str, FrozenLinear]], settings: AdapterSettings, layout: ExpertLayout):
+    def __init__(
+        self,
+        linears: Sequence[tuple[str, FrozenLinear]],
+        shapes: Mapping[str, tuple[int, int]],
+        settings: AdapterSettings,
+        layout: ParallelLayout,
+    ):
         self.config = settings.to_adapter_config()
-        self._layout = layout
+        self._tied, self._layout, self._shapes = settings.fused == "tied", layout, dict(shapes)
         self.dtype = _DTYPES[settings.dtype]
         self._linears = [linear for _, linear in linears]
-        self._shapes = {
-            module: (rows, linear.input_size)
-            for prefix, linear in linears
-            for part, rows in linear.parts.items()
-            for module in layout.of_every_rank(f"{prefix}.{part}")
-        }
         self._check_targets()
         self._tensors: dict[str, nn.Parameter] = {}
         for prefix, linear in linears:
             self._attach(prefix, linear, settings)
+        if not self._tensors:
+            raise ValueError(
+                f"target_modules {list(self.config.target_modules)} match no linear of layers {list(layout.layers)}, a stage of "
+                "the pipeline: every stage trains something; set other targets, or fewer stages"
+            )
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """This rank's trained tensors by peft's name; one that several parts share goes by its first part's name."""
@@ -73,17 +82,30 @@ class TrainerAdapter:
             first.setdefault(id(tensor), name)
         return {name: self._tensors[name] for name in first.values()}
 
+    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the whole tensors of all ranks, as ``named_parameters`` of a rank that held everything would name them."""
+        return {
+            self._owner(module, leaf): shape
+            for module, of_module in self._shapes_by_module().items()
+            for leaf, shape in of_module.items()
+        }
+
     @property
     def num_bytes(self) -> int:
         """Size of this rank's trained tensors. An export is larger when parts share one, as peft has no shared tensors."""
         return sum(parameter.nbytes for parameter in self.named_parameters().values())
 
     def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Copies of all ranks' tensors under peft's names, one for each part; all ranks of an expert group iterate."""
-        return whole_tensors(self._tensors, lambda name: {name: self._tensors[name]}, self._layout)
+        """Copies of all ranks' tensors under peft's names, one for each part; all ranks iterate."""
+        shapes = {
+            tensor_name(module, leaf): shape
+            for module, of_module in self._shapes_by_module().items()
+            for leaf, shape in of_module.items()
+        }
+        return whole_tensors(self._tensors, lambda name: {name: self._tensors[name]}, shapes, self._layout)
 
     def export(self) -> Adapter:
-        """A copy of the whole adapter, on every rank of an expert group; later training does not change it."""
+        """A copy of the whole adapter, on every rank; later training does not change it."""
         return Adapter(dict(self.whole()), self.config)
 
     @torch.no_grad()
@@ -95,7 +117,7 @@ class TrainerAdapter:
         """
         self.check(adapter)
         for name, tensor in self._tensors.items():
-            tensor.copy_(adapter.tensors[name])
+            tensor.copy_(self._layout.tensor.own(adapter.tensors[name], tensor.shape))
 
     def check(self, adapter: Adapter) -> None:
         """Hold a whole adapter against the model and the run's settings.
@@ -154,16 +176,15 @@ class TrainerAdapter:
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:
-        """Metrics of the method over all ranks' tensors; all ranks of an expert group call it.
+        """Metrics of the method over all ranks' tensors; all ranks call it.
 
         OFT's is the largest orthogonality error, about which a warning is logged past the limit.
         """
-        adapters = [linear.adapter for linear in self._linears if isinstance(linear.adapter, OFTAdapter)]
-        if not adapters:
+        if self.config.type != "oft":
             return {}
+        adapters = [linear.adapter for linear in self._linears if isinstance(linear.adapter, OFTAdapter)]
         error = max(oft.orthogonality_error(r).max().item() for adapter in adapters for r in adapter.rotations())
-        if self._layout.size > 1:
-            error = max(gather_scalars(error))
+        error = max(gather_scalars(error, dist.group.WORLD))
         if error > ORTHOGONALITY_LIMIT:
             logger.warning(
                 "orthogonality error %.3g is above %.3g: the Cayley-Neumann series no longer rotates; lower the learning "
@@ -195,26 +216,41 @@ class TrainerAdapter:
         targets = [part for part in linear.parts if self.config.targets(f"{prefix}.{part}")]
         if not targets:
             return
+        method = self.config.method
+
+        def initial(part: str) -> Mapping[str, torch.Tensor]:
+            share, generator = linear.shares[part], _generator(settings.init_seed, f"{prefix}.{part}")
+            own = share.of(method, method.initial(*share.shape, generator))
+            return {leaf: tensor.clone(memory_format=torch.contiguous_format) for leaf, tensor in own.items()}
+
         linear.adapter = ADAPTERS[self.config.type](
-            self.config.method,
+            method,
             linear.parts,
             targets,
-            linear.input_size,
-            tied=settings.fused == "tied",
-            generator=lambda part: _generator(settings.init_seed, f"{prefix}.{part}"),
+            tied=self._tied,
+            initial=initial,
             dtype=self.dtype,
             device=linear.device,
         )
         for (part, leaf), tensor in linear.adapter.tensors().items():
             self._tensors[tensor_name(f"{prefix}.{part}", leaf)] = tensor
 
+    def _shapes_by_module(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        """Of the whole tensors of every targeted linear of all ranks, by leaf."""
+        method = self.config.method
+        targeted = filter(self.config.targets, self._shapes)
+        return {module: method.shapes(*self._shapes[module], module) for module in targeted}
+
+    def _owner(self, module: str, leaf: str) -> str:
+        """The name under which a tensor is trained: that of the first part with which it is shared."""
+        parts = fused_with(module) if self._tied and leaf == self.config.method.shared_leaf else (module,)
+        return tensor_name(next(part for part in parts if self.config.targets(part)), leaf)
+
     def _check_values(self, adapter: Adapter) -> None:
-        first: dict[int, str] = {}
-        for name, parameter in self._tensors.items():
-            sharing = first.setdefault(id(parameter), name)
-            # Those of other ranks too, so that all ranks refuse alike.
-            for of_rank, shared in zip(*map(self._layout.of_every_rank, (name, sharing)), strict=True):
-                self._check_value(adapter, of_rank, shared)
+        # Those of other ranks too, so that all ranks refuse alike.
+        for module, of_module in self._shapes_by_module().items():
+            for leaf in of_module:
+                self._check_value(adapter, tensor_name(module, leaf), self._owner(module, leaf))
 
     def _check_value(self, adapter: Adapter, name: str, shared: str) -> None:
         if not torch.equal(adapter.tensors[name], adapter.tensors[shared]):

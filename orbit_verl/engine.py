@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state as mpu
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from tensordict import TensorDict
 from verl.trainer.config import CheckpointConfig
 from verl.utils.device import get_device_id, get_device_name
@@ -25,13 +28,15 @@ from orbit_kernels.manifest import BaseManifest, Cut
 from orbit_kernels.wire import Adapter
 from orbit_verl import checkpoint, megatron_cpu
 from orbit_verl.adapter import TrainerAdapter, read_peft_folder
+from orbit_verl.base import base_manifest
 from orbit_verl.engine_config import OrbitEngineConfig
-from orbit_verl.gathering import gather_objects
 from orbit_verl.model.architecture import DecoderArchitecture
 from orbit_verl.model.attention import as_served
 from orbit_verl.model.build import build_model, transformer_config
-from orbit_verl.model.layout import SIZE_KEY, ExpertLayout, check_layout
-from orbit_verl.model.naming import adapted_linears, base_manifest
+from orbit_verl.model.layout import EXPERT, EXPERT_TENSOR, PIPELINE, TENSOR, ParallelLayout, ParallelSizes, Ranks
+from orbit_verl.model.naming import adapted_linears
+from orbit_verl.model.sharding import check_tensor_parallel
+from orbit_verl.model.tensors import adapted_shapes
 from orbit_verl.optimizer import AdapterOptimizer, build_scheduler
 
 logger = logging.getLogger(__name__)
@@ -42,9 +47,9 @@ _CONTENTS = {"model", "optimizer", "extra"}
 
 @EngineRegistry.register(model_type="language_model", backend="orbit", device=["cpu", "cuda"])
 class OrbitEngine(MegatronEngineWithLMHead):
-    """Trains an adapter over a frozen base model, with data and expert parallelism; ``OrbitEngineConfig`` refuses the others.
+    """Trains an adapter over a frozen base model, with data, tensor, pipeline and expert parallelism.
 
-    Ranks that divide the experts between them gather in ``export_adapter``, ``get_per_tensor_param``, ``base_manifest``,
+    Ranks that divide the model between them gather in ``export_adapter``, ``get_per_tensor_param``, ``base_manifest``,
     ``base_digest`` and ``save_checkpoint``: all ranks call these, in the same order.
 
     Attributes:
@@ -52,7 +57,7 @@ class OrbitEngine(MegatronEngineWithLMHead):
             with a checkpoint.
 
     Raises:
-        ValueError: an option or checkpoint content that is not implemented, or experts or ranks that cannot be divided.
+        ValueError: an option or checkpoint content that is not implemented, or a model or ranks that cannot be divided.
     """
 
     def __init__(
@@ -65,11 +70,12 @@ class OrbitEngine(MegatronEngineWithLMHead):
         _check_engine_config(engine_config)
         _check_checkpoint_config(checkpoint_config)
         self._architecture = DecoderArchitecture.from_hf(model_config.hf_config)
-        size = engine_config.expert_model_parallel_size
-        check_layout(self._architecture.num_experts, size, torch.distributed.get_world_size())
+        sizes = engine_config.parallel_sizes
+        sizes.check(self._architecture.num_layers, self._architecture.num_experts, torch.distributed.get_world_size())
+        check_tensor_parallel(self._architecture, sizes, engine_config.adapter.to_adapter_config())
         megatron_cpu.install()
         super().__init__(_language_model(model_config), engine_config, optimizer_config, checkpoint_config)
-        self._layout = _expert_layout(self._architecture, size)
+        _check_groups(sizes)
         self.adapter_version = 0
         self._retention = checkpoint.Retention()
 
@@ -81,10 +87,11 @@ class OrbitEngine(MegatronEngineWithLMHead):
         """
         settings = self.engine_config.adapter
         self._build_tf_config()
+        self._layout = _layout(self._architecture, self.tf_config)
         self.module = self._build_megatron_module()
-        self.adapter = TrainerAdapter(
-            [pair for chunk in self.module for pair in adapted_linears(chunk, settings)], settings, self._layout
-        )
+        (model,) = self.module
+        shapes = adapted_shapes(self._architecture, shared_experts=settings.experts == "shared")
+        self.adapter = TrainerAdapter(list(adapted_linears(model, settings)), shapes, settings, self._layout)
         if settings.init_path is not None:
             self.adapter.load(read_peft_folder(settings.init_path))
         self._reference = self._reference_digest = None
@@ -156,14 +163,13 @@ class OrbitEngine(MegatronEngineWithLMHead):
         self.adapter.restore(snapshot)
 
     def base_manifest(self, cuts: Mapping[str, Sequence[Cut]] | None = None) -> BaseManifest:
-        """Formats of the linears and digests of the live frozen tensors, as they are stored, over all ranks' experts.
+        """Formats of the linears and digests of the live frozen tensors, as they are stored, over all ranks that divide them.
 
         Args:
             cuts: names of tensors that are to be digested in parts, and the parts.
         """
         (model,) = self.module
-        held = base_manifest(model, cuts)
-        return held if self._layout.size == 1 else BaseManifest.union(gather_objects(held))
+        return base_manifest(model, self._architecture, cuts)
 
     def base_digest(self) -> str:
         """SHA-256 over the manifest of the live base."""
@@ -218,7 +224,8 @@ class OrbitEngine(MegatronEngineWithLMHead):
         self.share_embeddings_and_output_weights = self._architecture.tied_embeddings
         self.bridge = self.provider = self.peft_cls = None
         self.vanilla_bridge = False
-        self.tf_config = transformer_config(self._architecture, self.engine_config.override_transformer_config)
+        overrides, sizes = self.engine_config.override_transformer_config, self.engine_config.parallel_sizes
+        self.tf_config = transformer_config(self._architecture, overrides, sizes)
         self.param_dtype = self.dtype = self.tf_config.params_dtype
 
     def _build_megatron_module(self) -> list[torch.nn.Module]:
@@ -227,7 +234,8 @@ class OrbitEngine(MegatronEngineWithLMHead):
         return [build_model(self._architecture, base, self.tf_config, folder, device, self._layout)]
 
     def _build_optimizer(self) -> AdapterOptimizer:
-        return AdapterOptimizer(self.adapter.named_parameters(), self.optimizer_config, self._layout)
+        parameters, shapes = self.adapter.named_parameters(), self.adapter.whole_shapes()
+        return AdapterOptimizer(parameters, self.optimizer_config, self._layout, shapes)
 
     def _build_lr_scheduler(self):
         return build_scheduler(self.optimizer, self.optimizer_config)
@@ -290,14 +298,32 @@ def _language_model(model_config: HFModelConfig) -> HFModelConfig:
     return text_only
 
 
-def _expert_layout(architecture: DecoderArchitecture, size: int) -> ExpertLayout:
-    """What Megatron-Core's groups give this rank; they are made once a process."""
-    groups = mpu.get_expert_model_parallel_world_size()
-    if groups != size:
-        raise ValueError(
-            f"{SIZE_KEY}={size}: this process already has groups of {groups}; engines of one process must have the same"
-        )
-    return ExpertLayout(num_experts=architecture.num_experts, size=size, rank=mpu.get_expert_model_parallel_rank())
+def _check_groups(sizes: ParallelSizes) -> None:
+    """Megatron-Core makes its groups once a process."""
+    groups = {
+        TENSOR: (sizes.tensor, mpu.get_tensor_model_parallel_world_size()),
+        PIPELINE: (sizes.pipeline, mpu.get_pipeline_model_parallel_world_size()),
+        EXPERT: (sizes.expert, mpu.get_expert_model_parallel_world_size()),
+        EXPERT_TENSOR: (sizes.expert_tensor, mpu.get_expert_tensor_parallel_world_size()),
+    }
+    for key, (size, found) in groups.items():
+        if size != found:
+            raise ValueError(
+                f"{key}={size}: this process already has groups of {found}; engines of one process must have the same"
+            )
+
+
+def _layout(architecture: DecoderArchitecture, config: TransformerConfig) -> ParallelLayout:
+    """What Megatron-Core's groups and stages give this rank."""
+    first = get_transformer_layer_offset(config)
+    return ParallelLayout(
+        num_experts=architecture.num_experts,
+        expert=Ranks(mpu.get_expert_model_parallel_world_size(), mpu.get_expert_model_parallel_rank()),
+        tensor=Ranks(mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()),
+        divides_each_expert=mpu.get_expert_tensor_parallel_world_size() > 1,
+        pipeline=Ranks(mpu.get_pipeline_model_parallel_world_size(), mpu.get_pipeline_model_parallel_rank()),
+        layers=range(first, first + get_num_layers_to_build(config)),
+    )
 
 
 def _on_first_rank(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

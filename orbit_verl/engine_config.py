@@ -6,14 +6,23 @@ from verl.workers.config import McoreActorConfig, McoreEngineConfig
 from verl.workers.config.engine import EngineConfig
 
 from orbit_verl.config import AdapterSettings, BaseSettings
+from orbit_verl.model.layout import MEGATRON, ParallelSizes
+
+_NOT_IMPLEMENTED = {
+    "context_parallel_size": "sequences are divided by tensor_model_parallel_size between attentions",
+    "virtual_pipeline_model_parallel_size": "a stage has consecutive layers",
+}
 
 
 @dataclasses.dataclass
 class OrbitEngineConfig(McoreEngineConfig):
     """Megatron-Core's parallel layout (``actor_rollout_ref.actor.megatron``) plus adapter and base.
 
-    The parameters' precision is the checkpoint's own: ``dtype`` is not used, and fp32 bases are allowed.
+    The parameters' precision is the checkpoint's own: ``dtype`` is not used, and fp32 bases are allowed. Tensor parallelism
+    divides the sequence too, whatever ``sequence_parallel`` says.
     """
+
+    _mutable_fields = McoreEngineConfig._mutable_fields | {"expert_tensor_parallel_size"}
 
     strategy: str = "orbit"
     adapter: AdapterSettings = dataclasses.field(default_factory=AdapterSettings)
@@ -24,14 +33,25 @@ class OrbitEngineConfig(McoreEngineConfig):
         EngineConfig.__post_init__(self)
         if self.strategy != "orbit":
             raise ValueError(f"actor_rollout_ref.actor.megatron.strategy={self.strategy!r}: leave it at 'orbit'")
-        for key in ("tensor_model", "pipeline_model", "context", "expert_tensor"):
-            size = getattr(self, f"{key}_parallel_size")
-            if size not in (1, None):
-                raise ValueError(
-                    f"actor_rollout_ref.actor.megatron.{key}_parallel_size={size}: not implemented yet; use 1 and add "
-                    "data-parallel ranks instead, over which expert_model_parallel_size divides a model's experts"
-                )
-        self.sequence_parallel = False
+        for key, instead in _NOT_IMPLEMENTED.items():
+            value = getattr(self, key)
+            if value not in (1, None):
+                raise ValueError(f"{MEGATRON}.{key}={value}: not implemented; leave it out, {instead}")
+        if self.expert_tensor_parallel_size is None:
+            self.expert_tensor_parallel_size = 1  # Megatron-Core would divide experts like the other linears
+        self.sequence_parallel = self.tensor_model_parallel_size > 1
+
+    @property
+    def parallel_sizes(self) -> ParallelSizes:
+        """How many ways the model is divided."""
+        uneven = {f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")}
+        return ParallelSizes(
+            tensor=self.tensor_model_parallel_size,
+            pipeline=self.pipeline_model_parallel_size,
+            expert=self.expert_model_parallel_size,
+            expert_tensor=self.expert_tensor_parallel_size,
+            uneven_stages=not uneven.isdisjoint(self.override_transformer_config),
+        )
 
 
 @dataclasses.dataclass

@@ -1,5 +1,6 @@
 """Lets megatron-core 0.18.0 run on a machine without CUDA, over gloo. Does nothing where CUDA is present."""
 
+import contextlib
 import logging
 from typing import Any
 
@@ -17,6 +18,14 @@ class _CpuTorch:
     @staticmethod
     def zeros(*size: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
         return torch.zeros(*size, device="cpu" if device == "cuda" else device, **kwargs)
+
+
+class _NoGenerators:
+    """In the place of CUDA's random states: nothing draws from them."""
+
+    @staticmethod
+    def fork() -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
 
 def install() -> None:
@@ -37,6 +46,8 @@ def install() -> None:
     torch.cuda.synchronize = lambda device=None: None
     # tensor_parallel/random.py:290 reads CUDA's generators; dropout is 0, so nothing draws from its seeds
     tensor_parallel.model_parallel_cuda_manual_seed = lambda seed, **kwargs: None
+    # transformer_block.py:593 and language_model_embedding.py:149 fork CUDA's generators for the dropout of a sequence's part
+    tensor_parallel.get_cuda_rng_tracker = lambda **kwargs: _NoGenerators()
     # pipeline_parallel/schedules.py:669, :1056 and :2242
     schedules.torch = _CpuTorch()
     logger.info("no CUDA device: Megatron-Core runs on the CPU")

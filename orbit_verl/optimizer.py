@@ -1,8 +1,10 @@
 """AdamW over the adapter alone, with fp32 masters and fp32 gradient accumulation."""
 
+import dataclasses
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -12,11 +14,19 @@ from verl.utils.megatron.optimizer import get_megatron_optimizer_param_scheduler
 from verl.workers.config import McoreOptimizerConfig
 
 from orbit_verl.gathering import gather_scalars, whole_tensors
-from orbit_verl.model.layout import ExpertLayout
+from orbit_verl.model.layout import ParallelLayout
 
 logger = logging.getLogger(__name__)
 
 _STATE_FIELDS = ("exp_avg", "exp_avg_sq", "step")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Masters:
+    """Masters that a rank holds as the whole, which the ranks of its tensor-parallel group hold too, or as its part."""
+
+    whole: list[nn.Parameter] = dataclasses.field(default_factory=list)
+    parts: list[nn.Parameter] = dataclasses.field(default_factory=list)
 
 
 class AdapterOptimizer:
@@ -28,7 +38,8 @@ class AdapterOptimizer:
     Args:
         parameters: this rank's tensors of the adapter by name.
         config: learning rate, betas, weight decay and the norm that gradients are clipped to (0: not clipped).
-        layout: which experts this rank holds.
+        layout: what this rank holds.
+        shapes: of the whole tensors of all ranks by name.
 
     Raises:
         ValueError: the configuration asks for another optimiser than Adam.
@@ -38,7 +49,8 @@ class AdapterOptimizer:
         self,
         parameters: Mapping[str, nn.Parameter],
         config: McoreOptimizerConfig,
-        layout: ExpertLayout,
+        layout: ParallelLayout,
+        shapes: Mapping[str, Sequence[int]],
     ):
         if config.optimizer not in ("adam", "adamw"):
             raise ValueError(f"optim.optimizer={config.optimizer!r}: only 'adam' (AdamW) trains an adapter")
@@ -48,6 +60,7 @@ class AdapterOptimizer:
                 "optimisers; leave them out, an adapter is trained by torch's AdamW"
             )
         self._parameters, self._layout = dict(parameters), layout
+        self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self._masters = {name: p.detach().float().clone().requires_grad_(True) for name, p in parameters.items()}
         self._max_norm = config.clip_grad
         self._adamw = torch.optim.AdamW(
@@ -107,8 +120,8 @@ class AdapterOptimizer:
         return {key: tensor for name in self._masters for key, tensor in self._state_of(name).items()}
 
     def whole_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Copies of all ranks' ``state_tensors``; all ranks of an expert group iterate."""
-        return whole_tensors(self._masters, self._state_of, self._layout)
+        """Copies of all ranks' ``state_tensors``; all ranks iterate."""
+        return whole_tensors(self._masters, self._state_of, self._shapes, self._layout)
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -120,12 +133,13 @@ class AdapterOptimizer:
         self.check_state(tensors)
         self._adamw.state.clear()
         for name, master in self._masters.items():
-            master.copy_(tensors[f"master/{name}"])
+            own = partial(self._layout.tensor.own, shape=master.shape)
+            master.copy_(own(tensors[f"master/{name}"]))
             state = {field: tensors.get(f"{field}/{name}") for field in _STATE_FIELDS}
             if state["step"] is not None:
                 # AdamW keeps its step count on the CPU (torch/optim/adam.py, _get_scalar_dtype).
                 self._adamw.state[master] = {
-                    field: tensor.clone() if field == "step" else tensor.to(master.device, copy=True)
+                    field: tensor.clone() if field == "step" else own(tensor).to(master.device, copy=True)
                     for field, tensor in state.items()
                 }
         self.zero_grad()
@@ -138,17 +152,17 @@ class AdapterOptimizer:
             ValueError: a name or shape is not this optimiser's, or something is missing; all are listed.
         """
         # All ranks look at the whole, so that they refuse alike.
-        masters = {name: m for held, m in self._masters.items() for name in self._layout.of_every_rank(held)}
-        known = {f"{field}/{name}" for field in ("master", *_STATE_FIELDS) for name in masters}
+        known = {f"{field}/{name}" for field in ("master", *_STATE_FIELDS) for name in self._shapes}
         problems = [f"{key}: unknown" for key in sorted(tensors.keys() - known)]
-        for name, master in masters.items():
+        for name, shape in self._shapes.items():
             fields = {field for field in _STATE_FIELDS if f"{field}/{name}" in tensors}
             if f"master/{name}" not in tensors or (fields and fields != set(_STATE_FIELDS)):
                 problems.append(f"{name}: master, moments or step missing")
                 continue
             for field in {"master", *fields} - {"step"}:
-                if tensors[f"{field}/{name}"].shape != master.shape:
-                    problems.append(f"{field}/{name}: shape {tuple(tensors[f'{field}/{name}'].shape)}")
+                found = tuple(tensors[f"{field}/{name}"].shape)
+                if found != shape:
+                    problems.append(f"{field}/{name}: shape {found}, expected {shape}")
         if problems:
             raise ValueError(f"optimiser state does not fit the adapter: {'; '.join(problems)}")
 
@@ -175,26 +189,37 @@ class AdapterOptimizer:
         master.grad = gradient if master.grad is None else master.grad.add_(gradient)
         parameter.grad = None
 
-    def _by_division(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """The masters that every rank holds, and those of this rank's experts."""
-        masters: tuple[list, list] = ([], [])
+    def _by_division(self) -> tuple[_Masters, _Masters]:
+        """Those of every rank of a stage, and those of experts that some ranks hold."""
+        of_all, of_experts = _Masters(), _Masters()
         for name, master in self._masters.items():
-            masters[self._layout.is_divided(name)].append(master)
-        return masters
+            masters = of_experts if self._layout.divides_experts(name) else of_all
+            whole = tuple(master.shape) == self._shapes[name]
+            (masters.whole if whole else masters.parts).append(master)
+        return of_all, of_experts
 
     def _reduce_over_data_parallel(self) -> None:
+        """What the ranks of a tensor-parallel group hold alike has a gradient of their tokens, or their rows, on each."""
         size = mpu.get_data_parallel_world_size(with_context_parallel=True)
-        if size == 1:
+        if size * self._layout.tensor.size == 1:
             return
-        everywhere, experts = self._by_division()
-        _average(everywhere, mpu.get_data_parallel_group(with_context_parallel=True), size)
+        of_all, of_experts = self._by_division()
+        _average(of_all.whole, mpu.get_tensor_and_data_parallel_group(with_context_parallel=True), size)
+        _average(of_all.parts, mpu.get_data_parallel_group(with_context_parallel=True), size)
         # An expert's gradient is already the sum over the tokens of its expert group's ranks.
-        _average(experts, mpu.get_expert_data_parallel_group(), size)
+        _average(of_experts.whole, mpu.get_expert_tensor_parallel_group(), 1)
+        _average(of_experts.whole + of_experts.parts, mpu.get_expert_data_parallel_group(), size)
 
     def _total_norm(self) -> float:
         """L2 norm over the whole adapter, the same number on all ranks."""
-        everywhere, experts = map(_norm, self._by_division())
-        return math.hypot(everywhere, *(gather_scalars(experts) if self._layout.size > 1 else ()))
+        of_all, of_experts = self._by_division()
+        norms = [
+            _norm(of_all.whole),
+            *gather_scalars(_norm(of_all.parts), mpu.get_tensor_model_parallel_group()),
+            *gather_scalars(_norm(of_experts.whole), mpu.get_expert_model_parallel_group()),
+            *gather_scalars(_norm(of_experts.parts), mpu.get_expert_tensor_and_model_parallel_group()),
+        ]
+        return math.hypot(*gather_scalars(math.hypot(*norms), mpu.get_pipeline_model_parallel_group()))
 
     def _round_masters(self) -> None:
         for name, parameter in self._parameters.items():

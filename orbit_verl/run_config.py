@@ -17,12 +17,11 @@ from transformers import AutoConfig, AutoTokenizer
 from verl.plugin.platform import get_platform
 from verl.utils.config import omega_conf_to_dataclass
 
-from orbit_kernels.names import without_expert
 from orbit_verl.config import AdapterSettings, OrbitConfig, check_key
 from orbit_verl.model.adapters import check_tied
 from orbit_verl.model.architecture import DecoderArchitecture
-from orbit_verl.model.layout import check_layout
-from orbit_verl.model.tensors import fused_linears, linear_formats, linear_shape, open_checkpoint
+from orbit_verl.model.sharding import check_tensor_parallel
+from orbit_verl.model.tensors import adapted_shapes, fused_linears, open_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -263,18 +262,23 @@ def _check_base(config: DictConfig, settings: AdapterSettings) -> None:
     """Refuse what does not fit the model: a layout, an adapter, or files that do not hold what ``config.json`` says."""
     path = _model_path(config)
     architecture = DecoderArchitecture.from_hf(AutoConfig.from_pretrained(path))
-    size = config.actor_rollout_ref.actor.megatron.expert_model_parallel_size
-    check_layout(architecture.num_experts, size, config.trainer.n_gpus_per_node * config.trainer.nnodes)
+    sizes = omega_conf_to_dataclass(config.actor_rollout_ref.actor.megatron).parallel_sizes
+    num_ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    sizes.check(architecture.num_layers, architecture.num_experts, num_ranks)
     _check_targets(architecture, settings)
+    check_tensor_parallel(architecture, sizes, settings.to_adapter_config())
     open_checkpoint(architecture, path)
 
 
 def _check_targets(architecture: DecoderArchitecture, settings: AdapterSettings) -> None:
-    adapter, modules = settings.to_adapter_config(), linear_formats(architecture)
+    adapter, shapes = (
+        settings.to_adapter_config(),
+        adapted_shapes(architecture, shared_experts=settings.experts == "shared"),
+    )
     try:
-        adapter.check_targets(map(without_expert, modules) if settings.experts == "shared" else modules)
-        for module in filter(adapter.targets, modules):
-            adapter.method.shapes(*linear_shape(architecture, module), module)
+        adapter.check_targets(shapes)
+        for module in filter(adapter.targets, shapes):
+            adapter.method.shapes(*shapes[module], module)
         for prefix, parts in fused_linears(architecture):
             targets = [part for part in parts if adapter.targets(f"{prefix}.{part}")]
             check_tied(adapter.method, parts, targets, tied=settings.fused == "tied")

@@ -35,11 +35,11 @@ from orbit_kernels.experts import (
 from orbit_kernels.formats import BaseScheme, Bf16Format, WeightFormat
 from orbit_kernels.formats.base import as_dtype
 from orbit_kernels.frozen import StoredWeight
+from orbit_kernels.share import Share
 from orbit_sglang.config import FrozenBaseConfig
 from orbit_sglang.hooks import Hook
 from orbit_sglang.quant import linear
 from orbit_sglang.quant.scheme import language_prefix, read_scheme
-from orbit_sglang.sharding import Share
 
 _LAYER = "sglang.srt.layers.moe.fused_moe_triton.layer."
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner."

@@ -10,12 +10,13 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from orbit_kernels.formats import BaseScheme, Bf16Format, TensorSpec, WeightFormat
+from orbit_kernels.formats.int4 import SHAPE_LEAF
 from orbit_kernels.frozen import StoredWeight
 from orbit_kernels.manifest import Cut
+from orbit_kernels.share import Share
 from orbit_sglang.naming import language_modules, part_names
-from orbit_sglang.sharding import Share, shares
+from orbit_sglang.sharding import shares
 
-SHAPE_LEAF = "weight_shape"
 UE8M0_NAN = 0xFF
 
 

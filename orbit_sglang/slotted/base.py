@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import torch
 
 from orbit_kernels.methods import AdapterMethod
+from orbit_kernels.share import Share
 from orbit_kernels.wire import Adapter
-from orbit_sglang.sharding import Share
 from orbit_sglang.versions import BASE_SLOT, SLOTS
 
 Slots = int | torch.Tensor

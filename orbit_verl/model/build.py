@@ -19,17 +19,18 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from orbit_kernels.checkpoint import HFCheckpoint
 from orbit_kernels.experts import ChunkBuffer
 from orbit_kernels.fusing import GATE_UP, LATENTS, QKV
-from orbit_kernels.names import EXPERTS, SHARED_EXPERT
+from orbit_kernels.names import EXPERTS, SHARED_EXPERT, layer_number
 from orbit_verl.config import BaseSettings
 from orbit_verl.model.architecture import DecoderArchitecture
 from orbit_verl.model.attention import CausalAttention
 from orbit_verl.model.latent_attention import FrozenLatentAttention
-from orbit_verl.model.layout import ExpertLayout
+from orbit_verl.model.layout import ParallelLayout, ParallelSizes, Ranks
 from orbit_verl.model.linear import FrozenLinear, FrozenQKVLinear
 from orbit_verl.model.modules import FrozenGPTModel, RMSNorm, residual_sum
 from orbit_verl.model.moe import FrozenExpert, FrozenMoE, SharedExpert
 from orbit_verl.model.naming import frozen_linears, named_tensors, plain_tensors
 from orbit_verl.model.router import FrozenBiasedRouter, FrozenRouter
+from orbit_verl.model.sharding import linear_share
 from orbit_verl.model.tensors import (
     ATTENTION_OUT,
     KEY_VALUE_UP,
@@ -39,18 +40,22 @@ from orbit_verl.model.tensors import (
     fused_format,
     has_experts,
     layer_name,
-    linear_shape,
     open_checkpoint,
 )
 
 logger = logging.getLogger(__name__)
 
+UNDIVIDED = ParallelSizes()
 
-def transformer_config(architecture: DecoderArchitecture, overrides: Mapping[str, Any]) -> TransformerConfig:
+
+def transformer_config(
+    architecture: DecoderArchitecture, overrides: Mapping[str, Any], sizes: ParallelSizes = UNDIVIDED
+) -> TransformerConfig:
     """Megatron-Core's configuration of a frozen decoder.
 
     Args:
         architecture: the model.
+        sizes: how many ways it is divided.
         overrides: further TransformerConfig fields, e.g. ``recompute_granularity``; ``params_dtype`` may widen the base.
 
     Raises:
@@ -60,7 +65,7 @@ def transformer_config(architecture: DecoderArchitecture, overrides: Mapping[str
     unknown = sorted(overrides.keys() - known)
     if unknown:
         raise ValueError(f"override_transformer_config {unknown}: no such field of Megatron-Core's TransformerConfig")
-    fields = _base_fields(architecture) | dict(overrides)
+    fields = _base_fields(architecture) | _parallel_fields(sizes) | dict(overrides)
     if isinstance(fields["params_dtype"], str):
         fields["params_dtype"] = getattr(torch, fields["params_dtype"])
     return TransformerConfig(**fields)
@@ -72,11 +77,11 @@ def build_model(
     config: TransformerConfig,
     folder: str | Path,
     device: torch.device,
-    layout: ExpertLayout,
+    layout: ParallelLayout,
 ) -> FrozenGPTModel:
     """The model on ``device`` with the checkpoint's tensors; nothing is allocated before the checkpoint is checked.
 
-    Of the experts, those that ``layout`` gives to this rank are held, and no others are read.
+    What ``layout`` gives to this rank is held, and no other layers and experts are read.
 
     Raises:
         ValueError: ``open_checkpoint`` refuses the folder.
@@ -84,10 +89,10 @@ def build_model(
     architecture = dataclasses.replace(architecture, dtype=config.params_dtype)
     checkpoint = open_checkpoint(architecture, folder, layout.holds)
     model = empty_model(architecture, base, config, device, layout)
-    assert {name: tuple(tensor.shape) for name, tensor in named_tensors(model)} == {
-        name: spec.shape for name, spec in expected_tensors(architecture).items() if layout.holds(name)
+    assert {name for name, _ in named_tensors(model) if layer_number(name) is not None} == {
+        name for name in expected_tensors(architecture) if layout.holds(name)
     }
-    _load(model, checkpoint)
+    _load(model, checkpoint, layout.tensor)
     logger.info("loaded the frozen base from %s, activations in %s", folder, config.params_dtype)
     return model
 
@@ -97,11 +102,13 @@ def empty_model(
     base: BaseSettings,
     config: TransformerConfig,
     device: torch.device,
-    layout: ExpertLayout,
+    layout: ParallelLayout,
 ) -> FrozenGPTModel:
     """The model on ``device`` with memory for its tensors, which hold anything."""
     buffer = ChunkBuffer(base.experts_per_chunk)
-    layers = [_layer_spec(architecture, base, layout, buffer, layer) for layer in range(architecture.num_layers)]
+    layers = [
+        _layer_spec(architecture, base, layout, buffer, layer) for layer in layout.layers_of(architecture.num_layers)
+    ]
     with torch.device("meta"):
         model = FrozenGPTModel(
             config=config,
@@ -111,6 +118,8 @@ def empty_model(
             share_embeddings_and_output_weights=architecture.tied_embeddings,
             position_embedding_type="rope",
             checkpoint_prefix=architecture.prefix,
+            pre_process=layout.pipeline.rank == 0,
+            post_process=layout.pipeline.rank == layout.pipeline.size - 1,
         )
     model = model.to_empty(device=device).requires_grad_(False)
     model.rotary_pos_emb.inv_freq = architecture.inv_freq.to(device)
@@ -149,21 +158,35 @@ def _base_fields(architecture: DecoderArchitecture) -> dict[str, Any]:
     }
 
 
+def _parallel_fields(sizes: ParallelSizes) -> dict[str, Any]:
+    """Experts are not Megatron-Core's, so it learns nothing of their division."""
+    return {
+        "tensor_model_parallel_size": sizes.tensor,
+        "sequence_parallel": sizes.tensor > 1,
+        "pipeline_model_parallel_size": sizes.pipeline,
+        "variable_seq_lengths": sizes.pipeline > 1,
+        # Megatron-Core's other dispatchers refuse that, in a dense model too.
+        "moe_token_dispatcher_type": "alltoall",
+        # A stage that has the tied head loads it from the checkpoint, instead of asking the first stage for it.
+        "init_model_with_meta_device": True,
+    }
+
+
 def _layer_spec(
-    architecture: DecoderArchitecture, base: BaseSettings, layout: ExpertLayout, buffer: ChunkBuffer, layer: int
+    architecture: DecoderArchitecture, base: BaseSettings, layout: ParallelLayout, buffer: ChunkBuffer, layer: int
 ) -> ModuleSpec:
     attention = _attention if architecture.latent is None else _latent_attention
     if has_experts(architecture, layer):
         mlp = _moe(architecture, base, layout, buffer, layer)
     else:
         parent = f"{layer_name(architecture, layer)}.mlp"
-        fc1, fc2 = (_linear(architecture, base, FrozenLinear, parent, parts) for parts in (GATE_UP, MLP_OUT))
+        fc1, fc2 = (_linear(architecture, base, layout, FrozenLinear, parent, parts) for parts in (GATE_UP, MLP_OUT))
         mlp = partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2))
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=attention(architecture, base, layer),
+            self_attention=attention(architecture, base, layout, layer),
             self_attn_bda=residual_sum,
             pre_mlp_layernorm=RMSNorm,
             mlp=mlp,
@@ -172,54 +195,61 @@ def _layer_spec(
     )
 
 
-def _attention(architecture: DecoderArchitecture, base: BaseSettings, layer: int) -> ModuleSpec:
+def _attention(architecture: DecoderArchitecture, base: BaseSettings, layout: ParallelLayout, layer: int) -> ModuleSpec:
     parent = f"{layer_name(architecture, layer)}.self_attn"
     norm = RMSNorm if architecture.qk_norm else None
     submodules = SelfAttentionSubmodules(
-        linear_qkv=_linear(architecture, base, FrozenQKVLinear, parent, QKV),
+        linear_qkv=_linear(architecture, base, layout, FrozenQKVLinear, parent, QKV),
         core_attention=CausalAttention,
-        linear_proj=_linear(architecture, base, FrozenLinear, parent, ATTENTION_OUT),
+        linear_proj=_linear(architecture, base, layout, FrozenLinear, parent, ATTENTION_OUT),
         q_layernorm=norm,
         k_layernorm=norm,
     )
     return ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
 
 
-def _latent_attention(architecture: DecoderArchitecture, base: BaseSettings, layer: int) -> ModuleSpec:
-    whole = partial(_whole_linear, architecture, base, f"{layer_name(architecture, layer)}.self_attn")
+def _latent_attention(
+    architecture: DecoderArchitecture, base: BaseSettings, layout: ParallelLayout, layer: int
+) -> ModuleSpec:
+    make = partial(_made_linear, architecture, base, layout, f"{layer_name(architecture, layer)}.self_attn")
     linears = {
-        "latents": partial(whole, LATENTS),
-        "queries": partial(whole, QUERY_UP),
-        "keys_values": partial(whole, KEY_VALUE_UP),
-        "output": partial(whole, ATTENTION_OUT),
+        "latents": partial(make, LATENTS),
+        "queries": partial(make, QUERY_UP),
+        "keys_values": partial(make, KEY_VALUE_UP),
+        "output": partial(make, ATTENTION_OUT),
     }
     return ModuleSpec(module=FrozenLatentAttention, params={"architecture": architecture, **linears})
 
 
 def _linear(
-    architecture: DecoderArchitecture, base: BaseSettings, kind: type[FrozenLinear], parent: str, parts: tuple[str, ...]
+    architecture: DecoderArchitecture,
+    base: BaseSettings,
+    layout: ParallelLayout,
+    kind: type[FrozenLinear],
+    parent: str,
+    parts: tuple[str, ...],
 ) -> partial:
     """A linear that Megatron-Core makes, which knows its sizes."""
-    rows = {part: linear_shape(architecture, f"{parent}.{part}")[0] for part in parts}
-    return partial(kind, parts=rows, weight_format=fused_format(architecture, parent, parts), base=base)
+    shares = {part: linear_share(architecture, f"{parent}.{part}", layout) for part in parts}
+    return partial(kind, shares=shares, weight_format=fused_format(architecture, parent, parts), base=base)
 
 
-def _whole_linear(
-    architecture: DecoderArchitecture, base: BaseSettings, parent: str, parts: tuple[str, ...]
+def _made_linear(
+    architecture: DecoderArchitecture, base: BaseSettings, layout: ParallelLayout, parent: str, parts: tuple[str, ...]
 ) -> FrozenLinear:
     """A linear of the checkpoint's size."""
-    make = _linear(architecture, base, FrozenLinear, parent, parts)
-    _, columns = linear_shape(architecture, f"{parent}.{parts[0]}")
-    return make(columns, sum(make.keywords["parts"].values()), bias=False)
+    make = _linear(architecture, base, layout, FrozenLinear, parent, parts)
+    shapes = [share.shape for share in make.keywords["shares"].values()]
+    return make(shapes[0][1], sum(rows for rows, _ in shapes), bias=False)
 
 
 def _moe(
-    architecture: DecoderArchitecture, base: BaseSettings, layout: ExpertLayout, buffer: ChunkBuffer, layer: int
+    architecture: DecoderArchitecture, base: BaseSettings, layout: ParallelLayout, buffer: ChunkBuffer, layer: int
 ) -> partial:
     moe, prefix = architecture.moe, layer_name(architecture, layer)
 
     def expert(kind: type[FrozenExpert], parent: str) -> FrozenExpert:
-        return kind(*(_whole_linear(architecture, base, parent, parts) for parts in (GATE_UP, MLP_OUT)))
+        return kind(*(_made_linear(architecture, base, layout, parent, parts) for parts in (GATE_UP, MLP_OUT)))
 
     router = FrozenBiasedRouter if moe.scoring == "sigmoid" else FrozenRouter
     return partial(
@@ -235,13 +265,14 @@ def _moe(
 
 
 @torch.no_grad()
-def _load(model: FrozenGPTModel, checkpoint: HFCheckpoint) -> None:
+def _load(model: FrozenGPTModel, checkpoint: HFCheckpoint, ranks: Ranks) -> None:
     for name, target in plain_tensors(model):
-        target.copy_(checkpoint.tensor(name))
+        target.copy_(ranks.own(checkpoint.tensor(name), target.shape))
     for prefix, linear in frozen_linears(model):
         for part, stored in linear.stored_parts().items():
-            module = f"{prefix}.{part}"
-            tensors = checkpoint.stored_weight(module, stored.format, stored.rows, stored.columns)
+            share = linear.shares[part]
+            whole = checkpoint.stored_weight(f"{prefix}.{part}", stored.format, *share.shape)
+            tensors = share.of(stored.format, whole)
             for leaf, target in stored.tensors.items():
                 target.copy_(tensors[leaf])
     head, embedding = (f"{model.checkpoint_prefix}{name}.weight" for name in ("lm_head", "model.embed_tokens"))

@@ -49,7 +49,8 @@ class FrozenLatentAttention(nn.Module):
         **_megatron: Any,
     ):
         super().__init__()
-        self._config, self._shape, self._num_heads = config, architecture.latent, architecture.num_heads
+        self._config, self._shape = config, architecture.latent
+        self._num_heads = architecture.num_heads // config.tensor_model_parallel_size
         self._rotary_scale = architecture.rotary_scale
         self.latents, self.queries, self.keys_values, self.output = latents(), queries(), keys_values(), output()
         eps = architecture.norm_eps
@@ -68,6 +69,7 @@ class FrozenLatentAttention(nn.Module):
     ) -> tuple[torch.Tensor, None]:
         """Hidden states [S, B, D], packed sequences as [T, 1, D], to the same shape, and Megatron-Core's absent bias.
 
+        With tensor parallelism S is the rank's share of the sequence, down to the latents; H is its share of the heads.
         In the model's dtype throughout; the padding mask is not needed, see `CausalAttention`.
         """
         shape = self._shape
@@ -80,7 +82,7 @@ class FrozenLatentAttention(nn.Module):
             [shape.qk_nope_head_dim, shape.qk_rope_head_dim], dim=-1
         )
         rotate = _Rotary(self._config, rotary_pos_emb, packed_seq_params, self._rotary_scale)
-        q_SBHR, k_SB1R = rotate(q_rotary), rotate(k_rotary.unsqueeze(-2))
+        q_SBHR, k_SB1R = rotate(q_rotary), rotate(self.keys_values.whole_sequence(k_rotary).unsqueeze(-2))
         heads = self._absorbed if is_as_served() else self._expanded
         y_SBHV = heads(q_plain, q_SBHR, self.kv_norm(latent_SBL), k_SB1R, packed_seq_params)
         return self.output(y_SBHV.flatten(2))
@@ -94,6 +96,7 @@ class FrozenLatentAttention(nn.Module):
         packed: PackedSeqParams | None,
     ) -> torch.Tensor:
         """All heads read the one latent, as from the server's cache: [S, B, H, V]."""
+        latent_SBL = self.keys_values.whole_sequence(latent_SBL)
         adapter = self.keys_values.adapter if self.keys_values.adapter_enabled else None
         latent_SB1L = (latent_SBL if adapter is None else adapter.inputs(latent_SBL)[0]).unsqueeze(-2)
         (weight,) = self.keys_values.stored_parts().values()

@@ -1,60 +1,81 @@
-"""Which of a model's experts a rank holds, and what the tensors of the others are called. Names and numbers alone."""
+"""Which layers, experts and ranges of linears a rank holds, and what the tensors of the others are called.
+
+Names and numbers alone. Three ways to divide a model are combined: layers over stages (pipeline), a layer's experts over
+ranks (expert), and every other linear over ranks (tensor). Ranks in no other group repeat one another (data). The ranks that
+divide the other linears may divide each expert's too (expert tensor parallelism), instead of its tokens.
+"""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from orbit_kernels.names import EXPERT_NUMBER
+from orbit_kernels.names import EXPERT_NUMBER, layer_number
+from orbit_kernels.share import divided_dim
 
-SIZE_KEY = "actor_rollout_ref.actor.megatron.expert_model_parallel_size"
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MEGATRON = "actor_rollout_ref.actor.megatron"
+TENSOR, PIPELINE, EXPERT = (f"{MEGATRON}.{key}_model_parallel_size" for key in ("tensor", "pipeline", "expert"))
+EXPERT_TENSOR = f"{MEGATRON}.expert_tensor_parallel_size"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExpertLayout:
-    """Expert parallelism: each of ``size`` ranks holds as many consecutive experts of every layer.
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """This rank among those that divide something between them."""
 
-    Args:
-        num_experts: of one layer; 0 in a dense model.
-        size: ranks that hold a layer's experts together; 1 when every rank holds all.
-        rank: this one's number among them.
-
-    Raises:
-        ValueError: the model is dense, or its experts cannot be divided evenly.
-    """
-
-    num_experts: int = 0
     size: int = 1
     rank: int = 0
 
-    def __post_init__(self):
-        if self.size < 1:
-            raise ValueError(f"{SIZE_KEY}={self.size}: must be at least 1, which keeps all experts on every rank")
-        if self.size > 1 and not self.num_experts:
-            raise ValueError(f"{SIZE_KEY}={self.size}: the model is dense, it has no experts to divide; set it to 1")
-        if self.num_experts % self.size:
-            raise ValueError(
-                f"{SIZE_KEY}={self.size}: {self.num_experts} experts cannot be divided evenly; choose one of "
-                f"{[size for size in range(1, self.num_experts + 1) if self.num_experts % size == 0]}"
-            )
-
-    @property
-    def held(self) -> range:
-        """The experts of this rank."""
-        each = self.num_experts // self.size
+    def part(self, whole: int) -> range:
+        """Its range of ``whole`` things that are divided evenly."""
+        each = whole // self.size
         return range(self.rank * each, (self.rank + 1) * each)
 
-    def is_divided(self, name: str) -> bool:
-        """Whether a tensor or module is an expert's, so that only some ranks hold it."""
-        return self.size > 1 and EXPERT_NUMBER.search(name) is not None
+    def own(self, whole: "Tensor", shape: Sequence[int]) -> "Tensor":
+        """Its part of a tensor, of that shape, as a view; the whole where that is what it holds."""
+        dim = divided_dim(shape, whole.shape)
+        return whole if dim is None else whole.narrow(dim, self.rank * shape[dim], shape[dim])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParallelLayout:
+    """What a rank holds.
+
+    Args:
+        num_experts: of one layer; 0 in a dense model.
+        expert: of the ranks that hold a layer's experts together, each as many consecutive ones.
+        tensor: of the ranks that hold the linears together.
+        divides_each_expert: whether these hold the linears of each expert together, too.
+        pipeline: of the stages.
+        layers: those of this rank's stage; None for all.
+    """
+
+    num_experts: int = 0
+    expert: Ranks = Ranks()
+    tensor: Ranks = Ranks()
+    divides_each_expert: bool = False
+    pipeline: Ranks = Ranks()
+    layers: range | None = None
+
+    @property
+    def experts(self) -> range:
+        """The experts of this rank."""
+        return self.expert.part(self.num_experts)
+
+    def layers_of(self, num_layers: int) -> range:
+        """This rank's of the model's layers."""
+        return range(num_layers) if self.layers is None else self.layers
+
+    def divides_experts(self, name: str) -> bool:
+        """Whether a tensor or module is an expert's, so that only some ranks of a stage hold it."""
+        return self.expert.size > 1 and EXPERT_NUMBER.search(name) is not None
 
     def holds(self, name: str) -> bool:
-        """Whether this rank holds a tensor or module of the checkpoint."""
-        return not self.is_divided(name) or int(EXPERT_NUMBER.search(name)[0]) in self.held
-
-    def of_every_rank(self, name: str) -> list[str]:
-        """What stands in the place of a tensor or module of this rank, by rank; itself alone where all ranks hold it."""
-        if not self.is_divided(name):
-            return [name]
-        each, number = len(self.held), int(EXPERT_NUMBER.search(name)[0])
-        return [EXPERT_NUMBER.sub(str(number % each + rank * each), name, count=1) for rank in range(self.size)]
+        """Whether this rank holds a tensor or module of a layer, or a part of it."""
+        if self.layers is not None and layer_number(name) not in self.layers:
+            return False
+        return not self.divides_experts(name) or int(EXPERT_NUMBER.search(name)[0]) in self.experts
 
     @staticmethod
     def any_expert(name: str) -> str:
@@ -63,19 +84,61 @@ class ExpertLayout:
 
     def experts_of(self, name: str) -> str | None:
         """The layer's experts to which a divided tensor belongs, e.g. ``model.layers.0.mlp.experts.``; None otherwise."""
-        return name[: EXPERT_NUMBER.search(name).start()] if self.is_divided(name) else None
+        return name[: EXPERT_NUMBER.search(name).start()] if self.divides_experts(name) else None
 
 
-def check_layout(num_experts: int, size: int, num_ranks: int) -> None:
-    """Hold a size of expert parallelism against a model and the trainer's ranks.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParallelSizes:
+    """How many ways a run divides its model, as verl's configuration says it.
 
-    Raises:
-        ValueError: ``ExpertLayout`` refuses it, or the ranks cannot be divided into groups of that size.
+    Args:
+        tensor, pipeline, expert, expert_tensor: the sizes.
+        uneven_stages: whether the run says how many layers the first or the last stage has.
     """
-    ExpertLayout(num_experts=num_experts, size=size)
-    if num_ranks % size:
-        raise ValueError(
-            f"{SIZE_KEY}={size}: the trainer's {num_ranks} ranks cannot be divided into groups of that size; choose one of "
-            f"{[divisor for divisor in range(1, num_ranks + 1) if num_ranks % divisor == 0]}, or another "
-            "trainer.n_gpus_per_node or trainer.nnodes"
-        )
+
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    uneven_stages: bool = False
+
+    def check(self, num_layers: int, num_experts: int, num_ranks: int) -> None:
+        """Hold the sizes against a model and the trainer's ranks.
+
+        Raises:
+            ValueError: something cannot be divided evenly.
+        """
+        sizes = {TENSOR: self.tensor, PIPELINE: self.pipeline, EXPERT: self.expert}
+        for key, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{key}={size}: must be at least 1, which divides nothing")
+        if self.expert > 1 and not num_experts:
+            raise ValueError(f"{EXPERT}={self.expert}: the model is dense, it has no experts to divide; set it to 1")
+        if num_experts % self.expert:
+            raise ValueError(
+                f"{EXPERT}={self.expert}: {num_experts} experts cannot be divided evenly; choose one of "
+                f"{_divisors(num_experts)}"
+            )
+        if self.expert_tensor not in (1, self.tensor):
+            raise ValueError(
+                f"{EXPERT_TENSOR}={self.expert_tensor}: must be 1, which keeps each expert whole, or {self.tensor} as "
+                "tensor_model_parallel_size, whose ranks then divide each"
+            )
+        if num_layers % self.pipeline and not self.uneven_stages:
+            key = f"{MEGATRON}.override_transformer_config.num_layers_in_last_pipeline_stage"
+            raise ValueError(
+                f"{PIPELINE}={self.pipeline}: {num_layers} layers cannot be divided evenly; choose one of "
+                f"{_divisors(num_layers)}, or set {key}"
+            )
+        for key, size, others in (TENSOR, self.tensor, 1), (EXPERT, self.expert, self.expert_tensor):
+            together = size * others * self.pipeline
+            if num_ranks % together:
+                raise ValueError(
+                    f"{key}={size}, expert_tensor_parallel_size={others}, pipeline_model_parallel_size={self.pipeline}: the "
+                    f"trainer's {num_ranks} ranks cannot be divided into groups of {together}, the product; choose sizes whose "
+                    f"product is one of {_divisors(num_ranks)}, or another trainer.n_gpus_per_node or trainer.nnodes"
+                )
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

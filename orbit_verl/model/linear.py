@@ -7,10 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from torch import nn
 
 from orbit_kernels.formats import Bf16Format, WeightFormat
 from orbit_kernels.frozen import Activations, StoredWeight, frozen_matmul
+from orbit_kernels.share import Share
 from orbit_verl.config import BaseSettings
 from orbit_verl.model.adapters import LinearAdapter
 
@@ -31,17 +36,21 @@ class _FusedInput(torch.autograd.Function):
 class FrozenHead(nn.Module):
     """The output layer in Megatron-Core's calling convention; ``weight`` is None when the embeddings are the head.
 
+    With tensor parallelism a rank has a range of the vocabulary, and its logits for the whole sequence.
+
     Megatron-Core 0.18.0's own layer multiplies the strided, three-dimensional gradient of padded logits as it is
     (tensor_parallel/layers.py:376): on a CPU a training step of SmolLM2-135M then takes 17.5 s instead of 6.6 s.
     """
 
-    def __init__(self, weight: nn.Parameter | None):
+    def __init__(self, weight: nn.Parameter | None, *, divided: bool):
         super().__init__()
-        self.weight = weight
+        self.weight, self._divided = weight, divided
 
     def forward(self, x_SBI: torch.Tensor, weight: torch.Tensor | None = None, **_megatron: Any):
         """Logits [S, B, vocabulary] of this or the given weight, and Megatron-Core's absent bias."""
         weight = self.weight if weight is None else weight
+        if self._divided:
+            x_SBI = gather_from_sequence_parallel_region(x_SBI)
         stored = StoredWeight(
             format=Bf16Format(dtype=weight.dtype),
             rows=weight.shape[0],
@@ -90,13 +99,16 @@ class FrozenLinear(nn.Module):
 
     The parts are multiplied as one, stacked by rows in their Hugging Face order, as SGLang stacks them, so the base and a
     shared rotation need one GEMM. Packed parts keep tensors of their own, since scale blocks and global scales end with
-    a part; plain ones share one buffer, so that their GEMM needs no copy. The whole weight lives on every rank (no tensor
-    parallelism).
+    a part; plain ones share one buffer, so that their GEMM needs no copy.
+
+    With tensor parallelism hidden states are divided by sequence (Megatron's sequence parallelism, arXiv:2205.05198): a
+    linear divided by rows gathers its input, one divided by columns scatters the sum of the ranks' outputs, and adapters
+    work on what the rank holds. I and O are then the rank's.
 
     Args:
-        input_size: I.
-        output_size: O, the sum of the parts' rows.
-        parts: rows of each part, by the Hugging Face leaf name.
+        input_size: columns of the whole weight.
+        output_size: rows of all parts of the whole weight.
+        shares: what this rank holds of each part, by the Hugging Face leaf name.
         weight_format: how all parts are stored.
         base: how they are computed with.
         bias: always False; biased linears are refused with the checkpoint's configuration.
@@ -108,18 +120,21 @@ class FrozenLinear(nn.Module):
         output_size: int,
         /,
         *,
-        parts: Mapping[str, int],
+        shares: Mapping[str, Share],
         weight_format: WeightFormat,
         base: BaseSettings,
         bias: bool,
         **_megatron: Any,
     ):
         super().__init__()
-        assert not bias and sum(parts.values()) == output_size
-        self.parts, self.input_size, self._base = dict(parts), input_size, base
+        self.shares, self._base = dict(shares), base
+        assert not bias and sum(share.shape[0] for share in shares.values()) == output_size
+        assert self._share.shape[1] == input_size
+        self.parts = {part: len(share.rows) for part, share in shares.items()}
+        self.input_size = len(self._share.columns)
         plain = isinstance(weight_format, Bf16Format)
         stacks = [self.parts] if plain else [{part: rows} for part, rows in self.parts.items()]
-        self.stacks = nn.ModuleList(StoredStack(weight_format, stack, input_size) for stack in stacks)
+        self.stacks = nn.ModuleList(StoredStack(weight_format, stack, self.input_size) for stack in stacks)
         self.adapter: LinearAdapter | None = None
         self.adapter_enabled = True
 
@@ -134,7 +149,19 @@ class FrozenLinear(nn.Module):
 
     def forward(self, x_SBI: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Outputs of all parts side by side [S, B, O] in the input's dtype, and Megatron-Core's absent bias."""
-        return self._arrange(self._product(x_SBI)), None
+        y_SBO = self._arrange(self._product(self.whole_sequence(x_SBI)))
+        if self._share.has_all_columns:
+            return y_SBO, None
+        return reduce_scatter_to_sequence_parallel_region(y_SBO), None
+
+    def whole_sequence(self, x_SBI: torch.Tensor) -> torch.Tensor:
+        """The input as the weight reads it: of all ranks' tokens where the ranks divide the rows."""
+        return x_SBI if self._share.has_all_rows else gather_from_sequence_parallel_region(x_SBI)
+
+    @property
+    def _share(self) -> Share:
+        """Any part's: all are divided alike."""
+        return next(iter(self.shares.values()))
 
     def _product(self, x_SBI: torch.Tensor) -> torch.Tensor:
         weights = [stack.whole() for stack in self.stacks]
@@ -174,7 +201,7 @@ class FrozenQKVLinear(FrozenLinear):
 
     def __init__(self, *args: Any, config: Any, **kwargs: Any):
         super().__init__(*args, config=config, **kwargs)
-        self._num_groups = config.num_query_groups
+        self._num_groups = config.num_query_groups // config.tensor_model_parallel_size
 
     def _arrange(self, y_SBO: torch.Tensor) -> torch.Tensor:
         parts = y_SBO.split(list(self.parts.values()), dim=-1)

@@ -51,10 +51,12 @@ class FrozenGPTModel(GPTModel):
     def __init__(self, *args: Any, checkpoint_prefix: str = "", **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.checkpoint_prefix = checkpoint_prefix
-        self.output_layer = FrozenHead(self.output_layer.weight)
+        if self.post_process:
+            divided = self.config.tensor_model_parallel_size > 1
+            self.output_layer = FrozenHead(self.output_layer.weight, divided=divided)
 
     def forward(self, *args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
-        """Logits [B, S, V] in fp32.
+        """Logits [B, S, V] in fp32, of the rank's range of the vocabulary; hidden states of an inner pipeline stage.
 
         Raises:
             ValueError: the mask [B, S] (True for tokens) has padding before a token.

@@ -1,7 +1,8 @@
 """A mixture-of-experts layer of the frozen base: router and experts stay as stored, adapters sit on the experts.
 
-A rank holds all experts or, with expert parallelism, its share (`layout`). Megatron-Core's own MoE layer is not used: its
-experts own trainable, unpacked weights.
+A rank holds all experts or, with expert parallelism, its share (`layout`), and routes the tokens that are its own. Where
+ranks divide each expert, they gather their tokens and scatter the sum of the outputs. Megatron-Core's own MoE layer is not
+used: its experts own trainable, unpacked weights.
 
 Dimension suffixes: S sequence, B batch, T tokens (S * B), K experts of a token, E experts, D hidden.
 """
@@ -13,6 +14,10 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state as mpu
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from torch import nn
 from torch.nn import functional
 
@@ -22,7 +27,7 @@ from orbit_kernels.frozen import StoredWeight
 from orbit_verl.config import BaseSettings
 from orbit_verl.model.adapters import LinearAdapter
 from orbit_verl.model.expert_parallel import expert_parallel_mlp
-from orbit_verl.model.layout import ExpertLayout
+from orbit_verl.model.layout import ParallelLayout
 from orbit_verl.model.linear import FrozenLinear
 from orbit_verl.model.router import FrozenRouter
 
@@ -55,7 +60,7 @@ class SharedLinear(nn.Module):
 
     def __init__(self, like: FrozenLinear):
         super().__init__()
-        self.parts, self.input_size = dict(like.parts), like.input_size
+        self.shares, self.parts, self.input_size = dict(like.shares), dict(like.parts), like.input_size
         self._like = (like,)  # not a submodule: its weights are its expert's
         self.adapter: LinearAdapter | None = None
         self.adapter_enabled = True
@@ -84,7 +89,7 @@ class FrozenMoE(nn.Module):
         *,
         router: Callable[[], FrozenRouter],
         expert: Callable[[int], FrozenExpert],
-        layout: ExpertLayout,
+        layout: ParallelLayout,
         shared_expert: Callable[[], SharedExpert] | None,
         scale: float,
         base: BaseSettings,
@@ -94,7 +99,7 @@ class FrozenMoE(nn.Module):
         super().__init__()
         self.router = router()
         self.layout = layout
-        self.experts = nn.ModuleList(expert(index) for index in layout.held)
+        self.experts = nn.ModuleList(expert(index) for index in layout.experts)
         self.shared = nn.ModuleList(SharedLinear(linear) for linear in (self.experts[0].gate_up, self.experts[0].down))
         self.shared_expert = None if shared_expert is None else shared_expert()
         self._scale, self._base, self._buffer = scale, base, buffer
@@ -104,10 +109,12 @@ class FrozenMoE(nn.Module):
 
         Scaled and added up in the model's dtype, as in the server.
         """
-        x_TD = x_SBD.flatten(0, 1)
+        tokens_TD = x_TD = x_SBD.flatten(0, 1)
         ids_TK, weights_TK = self.router(x_TD)
+        if self.layout.divides_each_expert:
+            x_TD, ids_TK, weights_TK = map(gather_from_sequence_parallel_region, (x_TD, ids_TK, weights_TK))
         mlp = expert_mlp
-        if self.layout.size > 1:
+        if self.layout.expert.size > 1:
             mlp = partial(expert_parallel_mlp, group=mpu.get_expert_model_parallel_group())
         y_TD = mlp(
             x_TD,
@@ -118,10 +125,12 @@ class FrozenMoE(nn.Module):
             activations=self._base.activations,
             adapter=self._adapter(),
         )
+        if self.layout.divides_each_expert:
+            y_TD = reduce_scatter_to_sequence_parallel_region(y_TD)
         if self._scale != 1:
             y_TD = y_TD * self._scale
         if self.shared_expert is not None:
-            y_TD = y_TD + self.shared_expert(x_TD)
+            y_TD = y_TD + self.shared_expert(tokens_TD)
         return y_TD.unflatten(0, x_SBD.shape[:2]), None
 
     def _frozen_experts(self) -> FrozenExperts:

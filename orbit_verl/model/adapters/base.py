@@ -32,14 +32,13 @@ class LinearAdapter(nn.Module, abc.ABC):
         method: the method, with its numbers.
         parts: rows of each part of the linear, by leaf name.
         targets: the parts that carry the adapter, in the order of ``parts``.
-        columns: I.
         tied: whether the targets share the one tensor that acts on the input.
-        generator: a fresh CPU generator for the initial tensors of a part.
+        initial: makes the initial tensors of a part, of what this rank holds of the linear.
         dtype: of the trained tensors.
         device: of the trained tensors.
 
     Raises:
-        ValueError: the method cannot adapt a linear of this width, or cannot tie these targets.
+        ValueError: the method cannot tie these targets.
     """
 
     def __init__(
@@ -47,10 +46,9 @@ class LinearAdapter(nn.Module, abc.ABC):
         method: AdapterMethod,
         parts: Mapping[str, int],
         targets: Sequence[str],
-        columns: int,
         *,
         tied: bool,
-        generator: Callable[[str], torch.Generator],
+        initial: Callable[[str], Mapping[str, torch.Tensor]],
         dtype: torch.dtype,
         device: torch.device,
     ):
@@ -59,8 +57,7 @@ class LinearAdapter(nn.Module, abc.ABC):
         self.method, self.parts, self.tied = method, dict(parts), tied
         self.trained = nn.ModuleDict()
         for part in targets:
-            initial = method.initial(parts[part], columns, generator(part))
-            tensors = nn.ParameterDict({leaf: tensor.to(device, dtype) for leaf, tensor in initial.items()})
+            tensors = nn.ParameterDict({leaf: tensor.to(device, dtype) for leaf, tensor in initial(part).items()})
             if tied and self.trained:
                 tensors[method.shared_leaf] = self.trained[targets[0]][method.shared_leaf]
             self.trained[part] = tensors

@@ -18,8 +18,8 @@ from orbit_kernels.experts import (
 )
 from orbit_kernels.formats import Int4Format
 from orbit_kernels.methods import AdapterMethod, LoRAMethod, OFTMethod
+from orbit_kernels.share import Share
 from orbit_kernels.wire import Adapter
-from orbit_sglang.sharding import Share
 from orbit_sglang.slotted import LINEARS, BatchSlots, SharedExperts, SlottedExperts, SlottedLinear
 from orbit_sglang.versions import BASE_SLOT, SLOTS
 

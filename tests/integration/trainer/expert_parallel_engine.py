@@ -43,9 +43,11 @@ def engine_of(folders: dict[str, str], base: str, adapter: str, size: int, **opt
 @torch.no_grad()
 def randomise_by_name(engine, scale: float = 0.05) -> None:
     """A random adapter whose tensors follow from their names, in the optimiser's masters too."""
+    shapes = engine.adapter.whole_shapes()
     for name, parameter in engine.adapter.named_parameters().items():
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+        whole = torch.randn(shapes[name], generator=generator) * scale
+        parameter.copy_(engine._layout.tensor.own(whole, parameter.shape))
     engine.optimizer.reset()
 
 

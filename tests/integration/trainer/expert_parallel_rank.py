@@ -6,6 +6,7 @@ Every rank writes ``<case>_<rank>`` for each case, and the test compares them wi
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from megatron.core import parallel_state as mpu
 from safetensors.torch import save_file
 
 
-def two_ranks(rank: int, folders: dict, places: dict, out: Path, save) -> None:
+def two_ranks(rank: int, folders: dict, out: Path, save, *, places: dict) -> None:
     """All experts on two ranks. The last case ends the second rank."""
     for base_name, adapter in TRAINED:
         train(folders, rank, save, base_name, adapter, 2)
@@ -33,7 +34,7 @@ def two_ranks(rank: int, folders: dict, places: dict, out: Path, save) -> None:
     crash(folders, rank, save, out)
 
 
-def four_ranks(rank: int, folders: dict, places: dict, out: Path, save) -> None:
+def four_ranks(rank: int, folders: dict, out: Path, save) -> None:
     """Two groups of two ranks, one of four, and all experts on every rank."""
     for size in (2, 4, 1):
         for base_name in ("fp32", "lopsided"):
@@ -41,23 +42,23 @@ def four_ranks(rank: int, folders: dict, places: dict, out: Path, save) -> None:
         mpu.destroy_model_parallel()
 
 
-def run(rank: int, ranks: int, cases, folders: dict, places: dict, out: Path) -> None:
+def run(rank: int, ranks: int, cases, folders: dict, out: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{out / 'store'}", rank=rank, world_size=ranks)
 
     def save(case: str, tensors: dict[str, torch.Tensor]) -> None:
         save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, out / f"{case}_{rank}")
 
-    cases(rank, folders, places, out, save)
+    cases(rank, folders, out, save)
 
 
-def fork(ranks: int, cases, folders: dict, places: dict, out: Path) -> list[int]:
+def fork(ranks: int, cases, folders: dict, out: Path) -> list[int]:
     """Exit codes of the ranks."""
     out.mkdir()
     children = []
     for rank in range(ranks):
         child = os.fork()
         if not child:
-            run(rank, ranks, cases, folders, places, out)
+            run(rank, ranks, cases, folders, out)
             os._exit(0)
         children.append(child)
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
@@ -67,8 +68,8 @@ def main() -> None:
     folders, places, out = (json.loads(argument) for argument in sys.argv[1:])
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    assert fork(2, two_ranks, folders, places, Path(out) / "2") == [0, CRASHED]
-    assert fork(4, four_ranks, folders, places, Path(out) / "4") == [0] * 4
+    assert fork(2, partial(two_ranks, places=places), folders, Path(out) / "2") == [0, CRASHED]
+    assert fork(4, four_ranks, folders, Path(out) / "4") == [0] * 4
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from orbit_kernels.formats import Bf16Format, Nvfp4Format
+from orbit_kernels.share import Share
 from orbit_verl.config import BaseSettings
 from orbit_verl.model.linear import FrozenLinear
 
@@ -24,8 +25,9 @@ def make_linear(name, rows=ROWS, width=WIDTH, **base):
     """A linear of random weights whose parts expect inputs of different size."""
     generator = torch.Generator().manual_seed(0)
     weight_format = ALL_FORMATS[name]
+    shares = {part: Share.whole(leaf_rows, width) for part, leaf_rows in rows.items()}
     linear = FrozenLinear(
-        width, sum(rows.values()), parts=rows, weight_format=weight_format, base=BaseSettings(**base), bias=False
+        width, sum(rows.values()), shares=shares, weight_format=weight_format, base=BaseSettings(**base), bias=False
     )
     for part, (leaf_rows, largest_input) in enumerate(zip(rows.values(), (3.0, 5.0, 4.0), strict=True)):
         options = {"largest_input": largest_input} if isinstance(weight_format, Nvfp4Format) else {}

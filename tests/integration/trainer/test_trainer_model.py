@@ -23,7 +23,7 @@ from orbit_verl.engine import OrbitEngine
 from orbit_verl.engine_config import OrbitEngineConfig
 from orbit_verl.model.architecture import DecoderArchitecture
 from orbit_verl.model.build import build_model, transformer_config
-from orbit_verl.model.layout import ExpertLayout
+from orbit_verl.model.layout import ParallelLayout
 from orbit_verl.model.modules import residual_sum
 from orbit_verl.model.naming import named_tensors
 
@@ -90,10 +90,10 @@ def test_missing_files_are_refused(copied, tmp_path):
     architecture = DecoderArchitecture.from_hf(AutoConfig.from_pretrained(copied()[0]))
     config = transformer_config(architecture, {})
     with pytest.raises(ValueError, match="no such folder"):
-        build_model(architecture, BaseSettings(), config, tmp_path / "nowhere", torch.device("cpu"), ExpertLayout())
+        build_model(architecture, BaseSettings(), config, tmp_path / "nowhere", torch.device("cpu"), ParallelLayout())
     (tmp_path / "model" / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"\*.safetensors not found"):
-        build_model(architecture, BaseSettings(), config, tmp_path / "model", torch.device("cpu"), ExpertLayout())
+        build_model(architecture, BaseSettings(), config, tmp_path / "model", torch.device("cpu"), ParallelLayout())
 
 
 def test_sharded_checkpoint_loads_and_a_missing_shard_is_named(checkpoints, tmp_path):

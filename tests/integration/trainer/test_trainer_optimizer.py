@@ -4,7 +4,7 @@ from torch import nn
 from trainer_support import make_batch, make_engine, nll, randomise, sequences, train_step
 from verl.workers.config import McoreOptimizerConfig
 
-from orbit_verl.model.layout import ExpertLayout
+from orbit_verl.model.layout import ParallelLayout
 from orbit_verl.optimizer import AdapterOptimizer, build_scheduler
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -25,6 +25,10 @@ def config(**fields):
     return McoreOptimizerConfig(**{"lr": 1e-2, "total_training_steps": 10, "weight_decay": 0.1} | fields)
 
 
+def make_optimizer(parameters, optim):
+    return AdapterOptimizer(parameters, optim, ParallelLayout(), {name: p.shape for name, p in parameters.items()})
+
+
 def quadratic(parameters, scale):
     return scale * sum((p.float() ** 3).sum() for p in parameters.values())
 
@@ -32,7 +36,7 @@ def quadratic(parameters, scale):
 @pytest.mark.parametrize("clip", (1.0, 0.0), ids=("clipped", "unclipped"))
 def test_steps_equal_torch_adamw(clip):
     ours, theirs = make_parameters(), make_parameters()
-    optimizer = AdapterOptimizer(ours, config(clip_grad=clip, betas=(0.8, 0.95)), ExpertLayout())
+    optimizer = make_optimizer(ours, config(clip_grad=clip, betas=(0.8, 0.95)))
     reference = torch.optim.AdamW(theirs.values(), lr=1e-2, betas=(0.8, 0.95), weight_decay=0.1)
     for scale in (0.01, 3.0, 0.5):
         optimizer.zero_grad()
@@ -50,7 +54,7 @@ def test_steps_equal_torch_adamw(clip):
 def test_micro_batches_add_up_in_fp32():
     """1 + 255 * 2^-9 in bf16 stays 1 when it is added up in bf16."""
     parameters = {"a": nn.Parameter(torch.zeros(1, dtype=BF16))}
-    optimizer = AdapterOptimizer(parameters, config(), ExpertLayout())
+    optimizer = make_optimizer(parameters, config())
     for factor in (1.0, *[2.0**-9] * 255):
         (parameters["a"] * torch.tensor([factor], dtype=BF16)).sum().backward()
     assert optimizer.gradients()["a"].item() == 1.0 + 255 * 2.0**-9
@@ -59,7 +63,7 @@ def test_micro_batches_add_up_in_fp32():
 
 def test_masters_gather_updates_that_bf16_would_lose():
     parameters = {"a": nn.Parameter(torch.ones(1, dtype=BF16))}
-    optimizer = AdapterOptimizer(parameters, config(lr=1e-3, weight_decay=0.0), ExpertLayout())
+    optimizer = make_optimizer(parameters, config(lr=1e-3, weight_decay=0.0))
     for _ in range(10):
         optimizer.zero_grad()
         parameters["a"].sum().backward()
@@ -104,7 +108,7 @@ def test_gradients_of_micro_batches_equal_those_of_the_whole(checkpoints):
 
 
 def test_schedule_warms_up_and_decays():
-    optimizer = AdapterOptimizer(make_parameters(), config(), ExpertLayout())
+    optimizer = make_optimizer(make_parameters(), config())
     schedule = build_scheduler(optimizer, config(lr_warmup_steps=2, lr_decay_style="linear", min_lr=2e-3))
     rates = []
     for _ in range(11):
@@ -117,6 +121,6 @@ def test_schedule_warms_up_and_decays():
 
 def test_settings_that_cannot_work_are_refused():
     with pytest.raises(ValueError, match="optim.optimizer='muon'"):
-        AdapterOptimizer(make_parameters(), config(optimizer="muon"), ExpertLayout())
+        make_optimizer(make_parameters(), config(optimizer="muon"))
     with pytest.raises(ValueError, match="total_training_steps=-1"):
-        build_scheduler(AdapterOptimizer(make_parameters(), config(), ExpertLayout()), config(total_training_steps=-1))
+        build_scheduler(make_optimizer(make_parameters(), config()), config(total_training_steps=-1))

@@ -10,8 +10,9 @@ from quantized import FORMATS, edit_config, quantize, weight_format
 from trainer_support import log_probs, make_engine, max_difference, sequences
 from transformers import AutoConfig
 
+from orbit_verl.base import base_manifest
 from orbit_verl.model.architecture import DecoderArchitecture
-from orbit_verl.model.naming import base_manifest, named_tensors
+from orbit_verl.model.naming import named_tensors
 from orbit_verl.model.tensors import linear_formats, open_checkpoint
 
 BF16 = torch.bfloat16
@@ -152,7 +153,7 @@ def test_the_manifest_is_that_of_the_files(quantized):
     path = quantized("qwen3", "nvfp4", BF16)
     first, second = (make_engine(path) for _ in range(2))
     assert first.base_manifest() == second.base_manifest()
-    assert first.base_manifest() == base_manifest(first.module[0])
+    assert first.base_manifest() == base_manifest(first.module[0], first._architecture)
     stored = safetensors.torch.load_file(path / "model.safetensors")
     assert first.base_manifest().tensors.keys() == stored.keys()
     dict(named_tensors(second.module[0]))[f"{UP}.weight_packed"][3, 3] ^= 1

@@ -12,6 +12,9 @@ import torch
 from orbit_kernels.formats.base import Tensors, TensorSpec, WeightFormat, check_range, scale_problems
 from orbit_kernels.formats.int4 import reference
 
+SHAPE_LEAF = "weight_shape"
+"""Holds the rows and columns of the weight, whatever else is stored of it."""
+
 SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -34,7 +37,7 @@ class Int4Format(WeightFormat):
 
     name: ClassVar[str] = "int4"
     scratch_bytes_per_weight: ClassVar[int] = 7
-    value_leaves: ClassVar[tuple[str, ...]] = ("weight_scale", "weight_shape")
+    value_leaves: ClassVar[tuple[str, ...]] = ("weight_scale", SHAPE_LEAF)
 
     def __post_init__(self):
         if self.group_size <= 0 or self.group_size % reference.PER_WORD:
@@ -59,7 +62,7 @@ class Int4Format(WeightFormat):
         specs = {
             "weight_packed": TensorSpec((rows, columns // reference.PER_WORD), torch.int32),
             "weight_scale": TensorSpec((rows, num_groups), self.scale_dtype),
-            "weight_shape": TensorSpec((2,), torch.int64, also=(torch.int32,)),
+            SHAPE_LEAF: TensorSpec((2,), torch.int64, also=(torch.int32,)),
         }
         if not self.symmetric:
             specs["weight_zero_point"] = TensorSpec((-(-rows // reference.PER_WORD), num_groups), torch.int32)
@@ -71,8 +74,8 @@ class Int4Format(WeightFormat):
         scale = tensors.get("weight_scale")
         if scale is not None:
             found += scale_problems("weight_scale", scale)
-        if scale is not None and "weight_shape" in tensors:
-            stored, actual = tensors["weight_shape"].tolist(), [scale.shape[0], scale.shape[1] * self.group_size]
+        if scale is not None and SHAPE_LEAF in tensors:
+            stored, actual = tensors[SHAPE_LEAF].tolist(), [scale.shape[0], scale.shape[1] * self.group_size]
             if stored != actual:
                 found.append(f"weight_shape: {stored}, but scales of groups of {self.group_size} make it {actual}")
         return found
@@ -88,7 +91,7 @@ class Int4Format(WeightFormat):
         packed, scale, zero_point = reference.quantize(
             weight_OI, self.group_size, self.scale_dtype, symmetric=self.symmetric
         )
-        tensors = {"weight_packed": packed, "weight_scale": scale, "weight_shape": torch.tensor(weight_OI.shape)}
+        tensors = {"weight_packed": packed, "weight_scale": scale, SHAPE_LEAF: torch.tensor(weight_OI.shape)}
         if zero_point is not None:
             tensors["weight_zero_point"] = zero_point
         return tensors
@@ -118,4 +121,4 @@ class Int4Format(WeightFormat):
         return shard | self._shape(tensors, rows, stop - start)
 
     def _shape(self, tensors: Tensors, rows: int, columns: int) -> dict[str, torch.Tensor]:
-        return {"weight_shape": tensors["weight_packed"].new_tensor((rows, columns), dtype=torch.int64)}
+        return {SHAPE_LEAF: tensors["weight_packed"].new_tensor((rows, columns), dtype=torch.int64)}

@@ -1,0 +1,68 @@
+"""How tensor parallelism divides the linears of a decoder (arXiv:1909.08053, section 3), as SGLang divides them too.
+
+What reads the hidden state is divided by rows (Megatron's column parallelism), what writes to it by columns (row
+parallelism). The down-projections to latents are every rank's, and so are routed experts unless the run divides each.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from orbit_kernels.adapter import AdapterConfig
+from orbit_kernels.fusing import LATENTS
+from orbit_kernels.names import EXPERTS
+from orbit_kernels.share import Share
+from orbit_verl.model.architecture import DecoderArchitecture
+from orbit_verl.model.layout import TENSOR, ParallelLayout, ParallelSizes, Ranks
+from orbit_verl.model.tensors import ATTENTION_OUT, MLP_OUT, linear_formats, linear_shape
+
+
+def linear_share(architecture: DecoderArchitecture, module: str, layout: ParallelLayout) -> Share:
+    """What a rank holds of a linear, by its Hugging Face name; ``check_tensor_parallel`` has been passed."""
+    rows, columns = linear_shape(architecture, module)
+    leaf = module.rpartition(".")[2]
+    if leaf in LATENTS or (EXPERTS in module and not layout.divides_each_expert):
+        return Share.whole(rows, columns)
+    if leaf in (*ATTENTION_OUT, *MLP_OUT):
+        return Share(shape=(rows, columns), rows=range(rows), columns=layout.tensor.part(columns))
+    return Share(shape=(rows, columns), rows=layout.tensor.part(rows), columns=range(columns))
+
+
+def check_tensor_parallel(architecture: DecoderArchitecture, sizes: ParallelSizes, adapter: AdapterConfig) -> None:
+    """Hold a size of tensor parallelism against a model, the formats of its weights and the adapter.
+
+    Raises:
+        ValueError: heads, vocabulary, a block of weights or a block of an adapter would be cut; names the first.
+    """
+    size, counts = (
+        sizes.tensor,
+        {
+            "attention heads": architecture.num_heads,
+            "key and value heads": architecture.num_heads if architecture.latent else architecture.num_kv_heads,
+            "tokens of the vocabulary": architecture.vocab_size,
+        },
+    )
+    for what, count in counts.items():
+        if count % size:
+            raise ValueError(f"{TENSOR}={size}: {count} {what} cannot be divided evenly; choose a divisor, e.g. 1")
+    alike = {
+        (linear_share(architecture, module, _rank(sizes, size - 1)), weight_format, adapter.targets(module)): module
+        for module, weight_format in linear_formats(architecture).items()
+    }
+    for (last, weight_format, targeted), module in alike.items():
+        stored = {leaf: spec.shape for leaf, spec in weight_format.specs(*last.shape).items()}
+        for share in (linear_share(architecture, module, _rank(sizes, rank)) for rank in range(size)):
+            try:
+                share.of(weight_format, _without_memory(stored))
+                if targeted:
+                    share.of(adapter.method, _without_memory(adapter.method.shapes(*share.shape, module)))
+            except ValueError as error:
+                raise ValueError(f"{TENSOR}={size}: {module}: {error}") from None
+
+
+def _rank(sizes: ParallelSizes, rank: int) -> ParallelLayout:
+    return ParallelLayout(tensor=Ranks(sizes.tensor, rank), divides_each_expert=sizes.expert_tensor > 1)
+
+
+def _without_memory(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    return {leaf: torch.empty(shape, device="meta") for leaf, shape in shapes.items()}

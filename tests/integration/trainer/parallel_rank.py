@@ -1,0 +1,177 @@
+"""The ranks of test_trainer_parallel: one process imports everything and forks them.
+
+Every rank writes ``<case>_<rank>`` for each case, and the test compares them with one process.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from expert_parallel_engine import ADAPTERS, PLAIN, randomise_by_name, state
+from expert_parallel_rank import fork
+from megatron.core import parallel_state as mpu
+from moe_support import LATENT_TARGETS
+from trainer_support import make_batch, make_engine, nll, sequences
+
+LATENT_LORA = tuple(target for target in LATENT_TARGETS if target != "kv_b_proj")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A base and an adapter, divided in some way between some ranks."""
+
+    base: str
+    adapter: str = "oft"
+    tensor: int = 1
+    pipeline: int = 1
+    last_stage: int | None = None
+    expert: int = 1
+    each_expert: int = 1
+    packed: bool = True
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        names = {"tensor_model": self.tensor, "pipeline_model": self.pipeline, "expert_model": self.expert}
+        names["expert_tensor"] = self.each_expert
+        sizes = {f"{name}_parallel_size": size for name, size in names.items()}
+        uneven = {} if self.last_stage is None else {"num_layers_in_last_pipeline_stage": self.last_stage}
+        return sizes | {"override_transformer_config": uneven}
+
+    def __str__(self) -> str:
+        divided = {"TP": self.tensor, "EP": self.expert, "ETP": self.each_expert, "PP": self.pipeline}
+        sizes = "".join(f" {kind}{size}" for kind, size in divided.items() if size > 1)
+        return (
+            f"{self.base} {self.adapter}{sizes}{' uneven' if self.last_stage else ''}{'' if self.packed else ' padded'}"
+        )
+
+
+TP, TP_EP, TP_ETP, PP = (
+    {"tensor": 2},
+    {"tensor": 2, "expert": 2},
+    {"tensor": 2, "each_expert": 2},
+    {"pipeline": 2},
+)
+TWO = [
+    *(Case("dense", adapter, **sizes) for sizes in (TP, PP) for adapter in ("oft", "oft_split", "lora")),
+    *(Case("tied", **sizes) for sizes in (TP, PP)),
+    *(Case(base, **TP) for base in ("int4", "bf16")),
+    *(Case("moe", adapter, **sizes) for sizes in (TP, TP_EP, TP_ETP, PP) for adapter in ("oft", "oft_shared", "lora")),
+    *(Case("latent", adapter, **sizes) for sizes in (TP, TP_EP, TP_ETP) for adapter in ("oft", "lora")),
+    Case("moe", pipeline=2, last_stage=1),
+    *(Case(base, packed=False, **sizes) for base in ("dense", "moe", "latent") for sizes in (TP, PP)),
+]
+FOUR = [
+    *(Case(base, **TP) for base in ("dense", "moe", "latent")),
+    *(Case(base, **TP_EP) for base in ("moe", "latent")),
+    *(Case("moe", adapter, tensor=2, expert=2, each_expert=2) for adapter in ("oft", "oft_shared", "lora")),
+    Case("moe", **TP_ETP),
+    Case("moe", tensor=2, expert=4),
+    *(Case(base, tensor=2, pipeline=2) for base in ("dense", "tied")),
+    Case("moe", tensor=2, pipeline=2, expert=2),
+    Case("moe", pipeline=2, expert=2),
+]
+
+
+def engine_of(folders: dict[str, str], case: Case, **options):
+    """An engine with a random adapter: the same whatever the ranks."""
+    targets = {"oft": LATENT_TARGETS, "lora": LATENT_LORA}
+    engine = make_engine(
+        folders[case.base],
+        base=PLAIN,
+        optim={"clip_grad": 0.1},
+        engine=case.sizes,
+        packed=case.packed,
+        **ADAPTERS[case.adapter],
+        **({"target_modules": targets[case.adapter]} if case.base == "latent" else {}),
+        **options,
+    )
+    randomise_by_name(engine)
+    return engine
+
+
+def own_sequences(engine, seed: int = 3) -> list[torch.Tensor]:
+    """Those of this rank's place among the data-parallel ranks."""
+    return sequences(seed)[engine.get_data_parallel_rank() :: engine.get_data_parallel_size()]
+
+
+def rows(engine) -> dict[str, torch.Tensor]:
+    """Log-probs of this rank's sequences; of the last stage, where they are."""
+    with engine.eval_mode():
+        output = engine.infer_batch(make_batch(own_sequences(engine)))
+    if not mpu.is_pipeline_last_stage():
+        return {}
+    found = [row[:-1] for row in output["model_output"]["log_probs"].unbind()]
+    return {
+        f"log_probs/{index * engine.get_data_parallel_size() + engine.get_data_parallel_rank()}": row
+        for index, row in enumerate(found)
+    }
+
+
+def step(engine, seed: int) -> float:
+    """One optimiser step; the gradients' norm."""
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        engine.forward_backward_batch(make_batch(own_sequences(engine, seed), micro_batch=1), nll)
+        norm = engine.optimizer_step()
+    engine.lr_scheduler_step()
+    return norm
+
+
+def train(case: Case, folders: dict[str, str], save) -> None:
+    """Log-probs with and without the adapter, one step, the whole state, the base."""
+    engine = engine_of(folders, case)
+    found = rows(engine)
+    with engine.disable_adapter():
+        found |= {name.replace("log_probs", "base"): row for name, row in rows(engine).items()}
+    found["norm"] = torch.tensor([step(engine, 1)], dtype=torch.float64)
+    found |= {f"state/{name}": tensor for name, tensor in state(engine).items()}
+    found["orthogonality"] = torch.tensor(list(engine.adapter.metrics().values()))
+    manifest = engine.base_manifest()
+    found["manifest"] = torch.frombuffer(bytearray(manifest.to_json().encode()), dtype=torch.uint8)
+    found["base_bytes"] = torch.tensor(
+        sum(t.nbytes for t in (*engine.module[0].parameters(), *engine.module[0].buffers()))
+    )
+    save(str(case), found)
+
+
+def resume(case: Case, folders: dict[str, str], out: Path, save) -> None:
+    """Go on from what one process saved, and save for one process."""
+    engine = engine_of(folders, case)
+    engine.load_checkpoint(folders[f"{case.base}_checkpoint"])
+    save(f"resumed {case}", state(engine))
+    step(engine, 2)
+    save(f"resumed {case} and trained", state(engine))
+    engine.save_checkpoint(str(out / f"saved {case}"), global_step=2)
+
+
+RESUMED = [Case("moe", **sizes) for sizes in (TP, TP_EP, PP)] + [Case("dense", "lora", **TP)]
+
+
+def cases(rank: int, folders: dict, out: Path, save, *, chosen: list[Case]) -> None:
+    sizes = None
+    for case in chosen:
+        if case.sizes != sizes and mpu.is_initialized():
+            mpu.destroy_model_parallel()
+        sizes = case.sizes
+        train(case, folders, save)
+        if case in RESUMED and dist.get_world_size() == 2:
+            resume(case, folders, out, save)
+
+
+def main() -> None:
+    folders, out = json.loads(sys.argv[1]), Path(sys.argv[2])
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    for ranks, chosen in ((2, TWO), (4, FOUR)):
+        in_order = sorted(chosen, key=lambda case: str(case.sizes))
+        assert fork(ranks, partial(cases, chosen=in_order), folders, out / str(ranks)) == [0] * ranks
+
+
+if __name__ == "__main__":
+    main()
