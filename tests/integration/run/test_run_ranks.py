@@ -1,4 +1,4 @@
-"""A server of two ranks under an asynchronous run: the base is compared in the ranks' parts, versions reach both."""
+"""Trainer and server of two ranks each under an asynchronous run: both divide the model alike and round alike."""
 
 import re
 
@@ -11,8 +11,9 @@ pytestmark = pytest.mark.slow
 TWO_RANKS = (
     "actor_rollout_ref.rollout.n_gpus_per_node=2",
     "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    "trainer.n_gpus_per_node=2",
+    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
     "trainer.total_training_steps=3",
-    "orbit.parity.max_mean=5e-2",
 )
 
 
@@ -24,17 +25,17 @@ def run(train, models, tmp_path_factory):
 
 
 def test_the_base_is_compared_before_and_after(run):
-    compared = re.search(r"orbit: (\d+) tensors of the base are equal, trainer ranks: 1, servers: 1", run.log)
+    compared = re.search(r"orbit: (\d+) tensors of the base are equal, trainer ranks: 2, servers: 1", run.log)
     # 14 linears in two parts; norms whole; a vocabulary that fits the first rank.
     assert int(compared[1]) == 2 * 14 + 11
     assert re.search(r"orbit: base unchanged \([0-9a-f]{64}\)", run.log)
 
 
-def test_the_policy_trained_is_the_policy_served_to_rounding(run):
-    """The ranks' partial sums are rounded to BF16 before they are added: no longer the trainer's bits."""
+def test_the_policy_trained_is_the_policy_served(run):
+    """Both round the ranks' partial sums to BF16 before they add them; one rank would be 1.5e-2 to 1.9e-2 away."""
     means = run.parity("mean")
     assert len(means) >= len(run.steps)
-    assert min(means) > 1e-4 and max(means) <= 5e-2  # measured 1.5e-2 to 1.9e-2; 1e-7 on one rank
+    assert max(means) <= 5e-3
 
 
 def test_versions_grow_by_one(run):
