@@ -48,6 +48,9 @@ def install() -> None:
     tensor_parallel.model_parallel_cuda_manual_seed = lambda seed, **kwargs: None
     # transformer_block.py:593 and language_model_embedding.py:149 fork CUDA's generators for the dropout of a sequence's part
     tensor_parallel.get_cuda_rng_tracker = lambda **kwargs: _NoGenerators()
+    # tensor_parallel/random.py:499 and :509 save and restore CUDA's generators around recomputed activations
+    tensor_parallel.random._get_all_rng_states = lambda: (torch.get_rng_state(),)
+    tensor_parallel.random._set_all_rng_states = torch.set_rng_state
     # pipeline_parallel/schedules.py:669, :1056 and :2242
     schedules.torch = _CpuTorch()
     logger.info("no CUDA device: Megatron-Core runs on the CPU")

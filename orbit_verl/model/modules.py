@@ -64,3 +64,10 @@ class FrozenGPTModel(GPTModel):
         if attention_mask is not None and (attention_mask[:, 1:] > attention_mask[:, :-1]).any():
             raise ValueError("attention_mask has padding before a token: pad on the right, or use remove_padding")
         return super().forward(*args, attention_mask=attention_mask, **kwargs).float()
+
+    def _preprocess(self, *args: Any, **kwargs: Any) -> tuple:
+        """Megatron-Core's, whose recomputed layers have gradients only where their input has one; embeddings are frozen."""
+        embedded_SBD, *others = super()._preprocess(*args, **kwargs)
+        if self.config.recompute_granularity == "full" and embedded_SBD is not None and torch.is_grad_enabled():
+            embedded_SBD.requires_grad_()
+        return embedded_SBD, *others

@@ -21,6 +21,8 @@ from trainer_support import make_batch, make_engine, nll, sequences
 
 LATENT_LORA = tuple(target for target in LATENT_TARGETS if target != "kv_b_proj")
 
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -33,6 +35,7 @@ class Case:
     last_stage: int | None = None
     expert: int = 1
     each_expert: int = 1
+    recompute: bool = False
     packed: bool = True
 
     @property
@@ -40,15 +43,13 @@ class Case:
         names = {"tensor_model": self.tensor, "pipeline_model": self.pipeline, "expert_model": self.expert}
         names["expert_tensor"] = self.each_expert
         sizes = {f"{name}_parallel_size": size for name, size in names.items()}
-        uneven = {} if self.last_stage is None else {"num_layers_in_last_pipeline_stage": self.last_stage}
-        return sizes | {"override_transformer_config": uneven}
+        overrides = {} if self.last_stage is None else {"num_layers_in_last_pipeline_stage": self.last_stage}
+        return sizes | {"override_transformer_config": overrides | (RECOMPUTE if self.recompute else {})}
 
     def __str__(self) -> str:
         divided = {"TP": self.tensor, "EP": self.expert, "ETP": self.each_expert, "PP": self.pipeline}
         sizes = "".join(f" {kind}{size}" for kind, size in divided.items() if size > 1)
-        return (
-            f"{self.base} {self.adapter}{sizes}{' uneven' if self.last_stage else ''}{'' if self.packed else ' padded'}"
-        )
+        return f"{self.base} {self.adapter}{sizes}{' uneven' if self.last_stage else ''}{' recomputed' if self.recompute else ''}{'' if self.packed else ' padded'}"
 
 
 TP, TP_EP, TP_ETP, PP = (
@@ -64,6 +65,8 @@ TWO = [
     *(Case("moe", adapter, **sizes) for sizes in (TP, TP_EP, TP_ETP, PP) for adapter in ("oft", "oft_shared", "lora")),
     *(Case("latent", adapter, **sizes) for sizes in (TP, TP_EP, TP_ETP) for adapter in ("oft", "lora")),
     Case("moe", pipeline=2, last_stage=1),
+    *(Case("moe", recompute=True, **sizes) for sizes in (TP_EP, PP)),
+    Case("latent", recompute=True, **TP),
     *(Case(base, packed=False, **sizes) for base in ("dense", "moe", "latent") for sizes in (TP, PP)),
 ]
 FOUR = [

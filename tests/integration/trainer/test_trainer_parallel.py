@@ -175,6 +175,17 @@ def test_the_base_is_the_same_and_divided(out, one, case, num_ranks):
         assert rank["base_bytes"].item() < 0.9 * expected["base_bytes"]
 
 
+@pytest.mark.parametrize("base", ["dense", "tied", "moe", "latent"])
+def test_recomputed_activations_have_the_same_gradients(folders, one, base):
+    """Megatron-Core's recomputed layers have none where their input has none, as frozen embeddings."""
+    case = Case(base, recompute=True)
+    engine, expected = engine_of(folders, case), one(case)["after"]
+    step(engine, 1)
+    for name, tensor in state(engine).items():
+        if name.startswith("exp_avg/"):
+            assert (tensor - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
+
+
 @pytest.mark.parametrize("case", RESUMED, ids=str)
 def test_ranks_resume_what_one_process_saved_and_the_other_way(out, folders, case):
     engine = engine_of(folders, Case(case.base, case.adapter))
