@@ -45,10 +45,10 @@ def check_tensor_parallel(architecture: DecoderArchitecture, sizes: ParallelSize
     for what, count in counts.items():
         if count % size:
             raise ValueError(f"{TENSOR}={size}: {count} {what} cannot be divided evenly; choose a divisor, e.g. 1")
-    alike = {
-        (linear_share(architecture, module, _rank(sizes, size - 1)), weight_format, adapter.targets(module)): module
-        for module, weight_format in linear_formats(architecture).items()
-    }
+    alike: dict[tuple, str] = {}
+    for module, weight_format in linear_formats(architecture).items():
+        share = linear_share(architecture, module, _rank(sizes, size - 1))
+        alike.setdefault((share, weight_format, adapter.targets(module)), module)
     for (last, weight_format, targeted), module in alike.items():
         stored = {leaf: spec.shape for leaf, spec in weight_format.specs(*last.shape).items()}
         for share in (linear_share(architecture, module, _rank(sizes, rank)) for rank in range(size)):

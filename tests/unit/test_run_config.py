@@ -221,10 +221,29 @@ def test_a_lora_rank_below_one_is_refused(run_config):
         resolve(run_config("orbit.adapter.type=lora", "orbit.adapter.rank=0"))
 
 
-def test_parallel_layouts_that_do_not_exist_yet_are_refused(run_config):
-    config = run_config("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2")
-    with pytest.raises(Exception, match="tensor_model_parallel_size=2: not implemented yet"):
+def test_parallel_layouts_that_do_not_exist_are_refused(run_config):
+    config = run_config("actor_rollout_ref.actor.megatron.context_parallel_size=2")
+    with pytest.raises(Exception, match="context_parallel_size=2: not implemented"):
         omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+
+
+def test_a_trainer_that_is_divided_otherwise_than_the_servers_is_told_so(run_config, model, caplog):
+    """In BF16 it rounds other sums."""
+    tensors = safetensors.torch.load_file(model / "model.safetensors")
+    narrow = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    safetensors.torch.save_file(narrow, model / "model.safetensors", metadata={"format": "pt"})
+    edit_config(model, dtype="bfloat16")
+    served = ("trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.rollout.n_gpus_per_node=2")
+    served += ("actor_rollout_ref.rollout.tensor_model_parallel_size=2",)
+    resolve(run_config(*served))
+    assert "tensor_model_parallel_size=2, and 1 in the trainer" in caplog.text
+    caplog.clear()
+    divided = ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2")
+    divided += ("orbit.adapter.block_size=16",)
+    resolve(run_config(*served, *divided))
+    assert "in the trainer: each rounds" not in caplog.text
+    with pytest.raises(ValueError, match="tensor_model_parallel_size=4: 2 key and value heads cannot be divided"):
+        resolve(run_config(*served, divided[0].replace("=2", "=4"), "trainer.n_gpus_per_node=4"))
 
 
 def test_experts_and_ranks_must_be_divisible(run_config, tmp_path):
@@ -234,7 +253,7 @@ def test_experts_and_ranks_must_be_divisible(run_config, tmp_path):
     path = f"actor_rollout_ref.model.path={save_mixture(tmp_path / 'moe')}"
     with pytest.raises(ValueError, match=f"{key}=3: 4 experts cannot be divided evenly"):
         resolve(run_config(f"{key}=3", path))
-    with pytest.raises(ValueError, match=f"{key}=4: the trainer's 2 ranks cannot be divided"):
+    with pytest.raises(ValueError, match=f"{key}=4, .* the trainer's 2 ranks cannot be divided"):
         resolve(run_config(f"{key}=4", path, "trainer.n_gpus_per_node=2"))
     resolve(run_config(f"{key}=2", path, "trainer.n_gpus_per_node=2"))
 
