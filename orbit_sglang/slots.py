@@ -8,6 +8,7 @@ from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 
+from orbit_kernels.experts import GATE_UP, expert_module
 from orbit_kernels.share import Share
 from orbit_kernels.wire import Adapter, AdapterError
 from orbit_sglang.config import SlotsConfig
@@ -16,6 +17,7 @@ from orbit_sglang.quant.experts import ReferenceExperts
 from orbit_sglang.sharding import shares
 from orbit_sglang.slotted import (
     LINEARS,
+    AdaptedExpertsInput,
     AdaptedLatent,
     AdaptedLayer,
     BatchSlots,
@@ -80,6 +82,7 @@ class SlotBank:
             elif isinstance(layer, FusedMoE) and isinstance(layer.quant_method, ReferenceExperts):
                 self._add_experts(layer.quant_method, layer.num_local_experts)
             elif isinstance(layer, FusedMoE):
+                self._add_experts_input(name, layer)
                 without_slots.append(name)
         if not self.slotted_linears:
             raise ValueError(
@@ -88,10 +91,11 @@ class SlotBank:
             )
         if without_slots:
             logger.warning(
-                "No slots on the experts of %d layers, from %s on: SGLang's own kernels compute them; name targets without "
-                "them, e.g. shared_experts.up_proj",
+                "SGLang's own kernels compute the experts of %d layers, from %s on: they have %s; name targets accordingly, e.g. "
+                "shared_experts.up_proj",
                 len(without_slots),
                 without_slots[0],
+                "one rotation before gate and up" if config.experts == "shared" else "no slots",
             )
         logger.info(
             "%s slots on %d linears, fused projections %s",
@@ -137,6 +141,15 @@ class SlotBank:
         }
         found = {group: linears for group, linears in each.items() if None not in linears}
         method.adapter = SlottedExperts(found, self.batch)
+
+    def _add_experts_input(self, name: str, layer: FusedMoE) -> None:
+        """What acts on the input of all experts of a layer, in front of SGLang's own kernels."""
+        if self._config.experts != "shared":
+            return
+        share = Share.whole(layer.intermediate_size_per_partition * layer.moe_tp_size, layer.hidden_size)
+        linear = self._slotted({expert_module(name, projection, None): share for projection in GATE_UP})
+        if linear is not None:
+            AdaptedExpertsInput(linear, layer, self.batch)
 
     def _slotted(self, parts: dict[str, Share]) -> SlottedLinear | None:
         """Slots for this rank's share of a linear; None, with a warning, where the method cannot adapt the linear."""

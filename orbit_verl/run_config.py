@@ -8,7 +8,7 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,9 @@ from transformers import AutoConfig, AutoTokenizer
 from verl.plugin.platform import get_platform
 from verl.utils.config import omega_conf_to_dataclass
 
+from orbit_kernels.adapter import AdapterConfig
+from orbit_kernels.fusing import GATE_UP
+from orbit_kernels.names import EXPERTS
 from orbit_verl.config import AdapterSettings, OrbitConfig, check_key
 from orbit_verl.model.adapters import check_tied
 from orbit_verl.model.architecture import DecoderArchitecture
@@ -298,6 +301,33 @@ def _check_targets(architecture: DecoderArchitecture, settings: AdapterSettings)
             check_tied(adapter.method, parts, targets, tied=settings.fused == "tied")
     except ValueError as error:
         raise ValueError(f"orbit.adapter: {error}") from None
+    check_served(adapter, shapes, get_platform().device_name)
+
+
+def check_served(adapter: AdapterConfig, modules: Iterable[str], device: str) -> None:
+    """Hold the targets against what a server on a device has slots for.
+
+    Args:
+        adapter: the run's.
+        modules: everything in the model that could carry an adapter, by name.
+        device: ``cpu`` computes routed experts with slots on each; elsewhere SGLang's own kernels do.
+
+    Raises:
+        ValueError: a target has no slot.
+    """
+    with_slots = [f"{EXPERTS}{projection}" for projection in GATE_UP]  # of all experts, by names without a number
+    without = [
+        module
+        for module in filter(adapter.targets, modules)
+        if EXPERTS in module and not module.endswith(tuple(with_slots))
+    ]
+    if device != "cpu" and without:
+        raise ValueError(
+            f"orbit.adapter.target_modules={list(adapter.target_modules)} match {without[0]}: SGLang's own kernels compute routed "
+            "experts on this device, with one rotation of all experts in front of gate and up. Set orbit.adapter.experts=shared "
+            "and target experts.gate_proj and experts.up_proj, or none; name the others by more than their last part, e.g. "
+            "mlp.down_proj or shared_experts.down_proj"
+        )
 
 
 def _check_tokenizer(config: DictConfig, checkpoint: dict[str, Any]) -> None:

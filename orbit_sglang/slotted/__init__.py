@@ -2,7 +2,7 @@
 
 from orbit_sglang.slotted.base import SlottedLinear
 from orbit_sglang.slotted.batch import BatchSlots
-from orbit_sglang.slotted.experts import SharedExperts, SlottedExperts
+from orbit_sglang.slotted.experts import AdaptedExpertsInput, SharedExperts, SlottedExperts
 from orbit_sglang.slotted.latent import AdaptedLatent
 from orbit_sglang.slotted.layer import AdaptedLayer
 from orbit_sglang.slotted.lora import LoRALinear
@@ -13,6 +13,7 @@ LINEARS: dict[str, type[SlottedLinear]] = {"oft": OFTLinear, "lora": LoRALinear}
 
 __all__ = [
     "LINEARS",
+    "AdaptedExpertsInput",
     "AdaptedLatent",
     "AdaptedLayer",
     "BatchSlots",

@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 import torch
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.layers.moe.topk import TopKOutput
 
 from orbit_kernels.experts import GATE_UP, ExpertAdapter, adapted_product
 from orbit_kernels.experts.linear import ChunkLinear
@@ -61,6 +63,30 @@ class SharedExperts(SlottedExperts):
             return x_TD
         (rotated_TD,) = self._input.inputs(x_TD, slots)
         return rotated_TD
+
+
+class AdaptedExpertsInput:
+    """Routed experts, whatever computes them, whose input one rotation of all experts turns: ``forward`` is wrapped.
+
+    The router has chosen by then, from the plain input, which the shared expert reads too.
+
+    Args:
+        linear: the adapter of gate and up.
+        experts: SGLang's.
+        batch: slots of the running forward pass.
+    """
+
+    def __init__(self, linear: SlottedLinear, experts: FusedMoE, batch: BatchSlots):
+        self._linear, self._batch = linear, batch
+        self._base_forward = experts.forward
+        experts.forward = self.forward
+
+    def forward(self, hidden_states: torch.Tensor, topk_output: TopKOutput) -> torch.Tensor:
+        """The experts' weighted sum [T, D]; the caller's ``hidden_states`` [T, D] are left as they are."""
+        slots = self._batch.of_rows(hidden_states.shape[0])
+        if not self._linear.is_idle(slots):
+            (hidden_states,) = self._linear.inputs(hidden_states, slots)
+        return self._base_forward(hidden_states, topk_output)
 
 
 @dataclasses.dataclass

@@ -21,7 +21,7 @@ from orbit_kernels.formats.scheme.write import quantization_config
 from orbit_kernels.methods import LoRAMethod
 from orbit_verl.config import AdapterSettings, BaseSettings, OrbitConfig
 from orbit_verl.engine_config import OrbitActorConfig
-from orbit_verl.run_config import is_orbit, resolve
+from orbit_verl.run_config import check_served, is_orbit, resolve
 from recipes.tiny_arithmetic.tokenizer import build_tokenizer
 
 BASICS = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4", "trainer.nnodes=1")
@@ -256,6 +256,24 @@ def test_experts_and_ranks_must_be_divisible(run_config, tmp_path):
     with pytest.raises(ValueError, match=f"{key}=4, .* the trainer's 2 ranks cannot be divided"):
         resolve(run_config(f"{key}=4", path, "trainer.n_gpus_per_node=2"))
     resolve(run_config(f"{key}=2", path, "trainer.n_gpus_per_node=2"))
+
+
+def test_targets_without_slots_on_a_gpu_are_refused():
+    modules = [
+        "model.layers.0.mlp.down_proj",
+        *(f"model.layers.1.mlp.experts.{leaf}" for leaf in ("up_proj", "down_proj")),
+    ]
+    shared = AdapterSettings(experts="shared", target_modules=["experts.up_proj", "mlp.down_proj"]).to_adapter_config()
+    check_served(shared, modules, "cuda")
+    everything = AdapterSettings(experts="shared").to_adapter_config()
+    check_served(everything, modules, "cpu")
+    with pytest.raises(ValueError, match=r"match model\.layers\.1\.mlp\.experts\.down_proj: SGLang's own kernels"):
+        check_served(everything, modules, "cuda")
+    each = AdapterSettings(target_modules=["up_proj"]).to_adapter_config()
+    with pytest.raises(
+        ValueError, match=r"match model\.layers\.1\.mlp\.experts\.3\.up_proj: .* orbit.adapter.experts=shared"
+    ):
+        check_served(each, ["model.layers.1.mlp.experts.3.up_proj"], "cuda")
 
 
 def test_servers_of_several_ranks_need_their_devices(run_config):

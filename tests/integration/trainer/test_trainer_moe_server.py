@@ -28,8 +28,13 @@ ADAPTERS = {
     "lora-tied": {"type": "lora"},
     "lora-split": {"type": "lora", "fused": "split"},
     "own-kernels": {"target_modules": WITHOUT_EXPERTS},
+    "own-kernels-shared": {
+        "experts": "shared",
+        "target_modules": (*WITHOUT_EXPERTS, "experts.gate_proj", "experts.up_proj"),
+    },
 }
-KINDS = tuple(kind for kind in ADAPTERS if kind != "own-kernels")
+OWN_KERNELS = tuple(kind for kind in ADAPTERS if kind.startswith("own-kernels"))
+KINDS = tuple(kind for kind in ADAPTERS if kind not in OWN_KERNELS)
 
 
 OPTIONS = {"type": "adapter", "fused": "fused", "experts": "experts"}
@@ -52,8 +57,9 @@ CASES = [
     ("deepseek", "nvfp4", "float32", "deployed", "oft-split"),
     ("deepseek", "plain", "bfloat16", "none", "oft-tied"),
     ("deepseek", "int4", "bfloat16", "none", "oft-tied"),
-    # Experts as SGLang computes them without the reference, without slots, recorded as they were loaded.
-    ("deepseek", "plain", "float32", "none", "own-kernels"),
+    # Experts as SGLang computes them without the reference, recorded as they were loaded: without slots, or with one rotation
+    # of their input.
+    *(("deepseek", "plain", "float32", "none", kind) for kind in OWN_KERNELS),
 ]
 
 
@@ -106,14 +112,14 @@ def _case(root: Path, family: str, name: str, dtype: str, activations: str, kind
         "options": options,
         "prompt": PROMPT,
         "num_tokens": NUM_TOKENS,
-        "own_kernels": kind == "own-kernels",
+        "own_kernels": kind in OWN_KERNELS,
         "result": str(root / f"{stem}.json"),
     }
 
 
 def _engine(folder: Path, family: str, activations: str, kind: str) -> OrbitEngine:
     options = dict(ADAPTERS[kind])
-    if family == "deepseek" and kind != "own-kernels":
+    if family == "deepseek" and kind not in OWN_KERNELS:
         unlike = {"kv_b_proj"} if options.get("type") == "lora" else set()
         options["target_modules"] = tuple(target for target in LATENT_TARGETS if target not in unlike)
     engine = make_engine(folder, base=BaseSettings(activations=activations), **options)
