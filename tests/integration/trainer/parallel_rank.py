@@ -46,6 +46,11 @@ class Case:
         overrides = {} if self.last_stage is None else {"num_layers_in_last_pipeline_stage": self.last_stage}
         return sizes | {"override_transformer_config": overrides | (RECOMPUTE if self.recompute else {})}
 
+    @property
+    def is_divided(self) -> bool:
+        """Otherwise its ranks are data-parallel alone."""
+        return max(self.tensor, self.pipeline, self.expert) > 1
+
     def __str__(self) -> str:
         divided = {"TP": self.tensor, "EP": self.expert, "ETP": self.each_expert, "PP": self.pipeline}
         sizes = "".join(f" {kind}{size}" for kind, size in divided.items() if size > 1)
@@ -67,7 +72,10 @@ TWO = [
     Case("moe", pipeline=2, last_stage=1),
     *(Case("moe", recompute=True, **sizes) for sizes in (TP_EP, PP)),
     Case("latent", recompute=True, **TP),
+    Case("latent", **PP),
+    *(Case(base, packed=packed) for base in ("moe", "latent") for packed in (True, False)),
     *(Case(base, packed=False, **sizes) for base in ("dense", "moe", "latent") for sizes in (TP, PP)),
+    *(Case(base, packed=False, **sizes) for base in ("moe", "latent") for sizes in ({"expert": 2}, TP_EP)),
 ]
 FOUR = [
     *(Case(base, **TP) for base in ("dense", "moe", "latent")),

@@ -172,7 +172,7 @@ def test_the_base_is_the_same_and_divided(out, one, case, num_ranks):
     found, expected = read(out, num_ranks, case), one(case)
     for rank in found:
         assert BaseManifest.from_json(rank["manifest"].numpy().tobytes().decode()) == expected["manifest"]
-        assert rank["base_bytes"].item() < 0.9 * expected["base_bytes"]
+        assert rank["base_bytes"].item() < (0.9 if case.is_divided else 1.01) * expected["base_bytes"]
 
 
 @pytest.mark.parametrize("base", ["dense", "tied", "moe", "latent"])
