@@ -201,6 +201,11 @@ def unsupported(server_args: Any, cpp_radix_tree: bool) -> list[str]:
         problems.append(
             f"--orbit-base-activations none on {server_args.device}: SGLang's kernels compute as deployed; use deployed"
         )
+    if server_args.enable_return_routed_experts and server_args.enable_hierarchical_cache:
+        problems.append(
+            "--enable-return-routed-experts with --enable-hierarchical-cache: a prefix that comes back from the host leaves its "
+            "record behind; leave one of them out"
+        )
     if cpp_radix_tree:
         problems.append("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE=1: the C++ tree ignores the version's namespace; unset it")
     return problems

@@ -15,7 +15,7 @@ THREADS_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
 
 
 class _TorchWithoutPinning(types.ModuleType):
-    """``torch`` for one module, whose ``tensor`` does not pin memory."""
+    """``torch`` for one module, whose ``tensor`` and ``zeros`` do not pin memory."""
 
     def __getattr__(self, name: str):
         return getattr(torch, name)
@@ -23,6 +23,10 @@ class _TorchWithoutPinning(types.ModuleType):
     @staticmethod
     def tensor(data, *, pin_memory: bool = False, **kwargs) -> torch.Tensor:
         return torch.tensor(data, **kwargs)
+
+    @staticmethod
+    def zeros(*size, pin_memory: bool = False, **kwargs) -> torch.Tensor:
+        return torch.zeros(*size, **kwargs)
 
 
 def place_ranks(num_ranks: int) -> None:
@@ -43,14 +47,15 @@ def around_group(original: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def hook_table() -> list[Hook | CpuAttribute]:
-    """Let the CPU engine return log-probs of the prompt, and have several ranks.
+    """Let the CPU engine return log-probs of the prompt and routed experts, and have several ranks.
 
-    ``layers/logits_processor.py:542,545,616`` of SGLang 0.5.12 pins memory without asking whether there is an
-    accelerator to pin it for, and torch refuses. Can go when those lines use ``is_pin_memory_available``.
+    ``layers/logits_processor.py:542,545,616`` and ``state_capturer/base.py:46`` of SGLang 0.5.12 pin memory without asking
+    whether there is an accelerator to pin it for, and torch refuses. Can go when those lines use ``is_pin_memory_available``.
     """
-    pinning = "sglang.srt.layers.logits_processor.torch"
+    pinning = ("sglang.srt.layers.logits_processor.torch", "sglang.srt.state_capturer.base.torch")
+    without = _TorchWithoutPinning("torch")
     group = "sglang.srt.distributed.parallel_state.init_model_parallel_group"
     return [
-        CpuAttribute(pinning, expected=torch, value=_TorchWithoutPinning("torch")),
+        *(CpuAttribute(target, expected=torch, value=without) for target in pinning),
         Hook(group, HookType.AROUND, around_group, ("group_ranks", "local_rank", "backend"), cpu_only=True),
     ]

@@ -6,6 +6,7 @@ from typing import Any
 
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.server_args import ServerArgs
 
 from orbit_sglang.config import SlotsConfig
 from orbit_sglang.slots import BatchSlots, SlotBank
@@ -22,15 +23,19 @@ class BatchVersions:
     versions: list[int]
 
 
+def most_tokens(server_args: ServerArgs, context_length: int) -> int:
+    """Tokens that one forward pass has at most: SGLang lets the last prompt of a prefill exceed the limit."""
+    return context_length + max(server_args.max_prefill_tokens, server_args.chunked_prefill_size or 0)
+
+
 def after_load_model(result: None, runner: ModelRunner) -> None:
     """After ``ModelRunner.load_model``: put the slots beside the linears."""
     if not runner.server_args.enable_orbit_slots:
         return
     server_args = runner.server_args
-    capacity_tokens = runner.model_config.context_len + max(
-        server_args.max_prefill_tokens, server_args.chunked_prefill_size or 0
+    batch = BatchSlots(
+        most_tokens(server_args, runner.model_config.context_len), next(runner.model.parameters()).device
     )
-    batch = BatchSlots(capacity_tokens, next(runner.model.parameters()).device)
     runner.orbit_slots = SlotBank(runner.model, SlotsConfig.from_server_args(server_args), runner.dtype, batch)
 
 

@@ -3,7 +3,19 @@
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookType
 
-from orbit_sglang import cpu, flags, forward, hooks, latent_attention, launch, reporting, routes, scheduler, seeds
+from orbit_sglang import (
+    cpu,
+    flags,
+    forward,
+    hooks,
+    latent_attention,
+    launch,
+    reporting,
+    routed_experts,
+    routes,
+    scheduler,
+    seeds,
+)
 from orbit_sglang.quant import compressed_tensors, experts, fp8, loading, modelopt
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
@@ -76,6 +88,7 @@ def hook_table() -> list[hooks.Hook | hooks.CpuAttribute]:
             cpu_only=True,
         ),
         *cpu.hook_table(),
+        *routed_experts.hook_table(),
         hook(_TOKENIZER + "init_request_dispatcher", after, routes.install, ("self",)),
         hook(_TOKENIZER + "_handle_batch_output", before, reporting.before_batch_output, ("self", "recv_obj")),
         hook(_TOKENIZER + "generate_request", around, reporting.around_generate, ("self", "obj", "request")),

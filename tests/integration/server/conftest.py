@@ -23,7 +23,7 @@ class Servers:
 
     def checkpoint(self, family: str, dtype: torch.dtype = torch.float32) -> pathlib.Path:
         folder = self._folder / f"{family}-{dtype}"
-        save = {"qwen3": tiny_models.save_qwen3, "llama": tiny_models.save_llama}[family]
+        save = getattr(tiny_models, f"save_{family}")
         return folder if folder.exists() else save(folder, dtype)
 
     def ragged(self, family: str) -> pathlib.Path:
@@ -71,6 +71,12 @@ def qwen3(servers):
 def llama(servers):
     """Llama with tied embeddings, split rotations, no overlap, small prefill chunks, an admin key."""
     return servers.get("llama", *harness.LLAMA_FLAGS, key=harness.KEY).idle_on_base()
+
+
+@pytest.fixture
+def recording(servers):
+    """Qwen3-MoE that records routed experts; prompts in chunks, a KV cache that two long requests overfill."""
+    return servers.get("qwen3_moe", *harness.RECORDING_FLAGS).idle_on_base()
 
 
 @pytest.fixture

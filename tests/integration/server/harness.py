@@ -38,6 +38,11 @@ LORA_FLAGS = (
     "--skip-tokenizer-init",
 )  # fmt: skip
 
+RECORDING_FLAGS = (
+    "--enable-orbit-slots", "--dtype", "float32", "--enable-return-routed-experts", "--chunked-prefill-size", "64",
+    "--max-total-tokens", "600", "--schedule-conservativeness", "0.1",
+)  # fmt: skip
+
 
 class Server:
     """Requests to a running server; ``log`` is the file with everything it printed."""

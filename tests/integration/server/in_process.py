@@ -17,6 +17,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer, set_global_experts_capturer
 
 from orbit_kernels.wire import Adapter
 from orbit_sglang import plugin
@@ -31,10 +32,11 @@ ADAPTED_SLOT = 1
 
 
 class Served:
-    """A running model."""
+    """A running model; ``experts`` are those recorded by the last answer, one [tokens - 1, layers, top_k] a request."""
 
     def __init__(self, runner: ModelRunner):
         self.runner = runner
+        self.experts: list[torch.Tensor] = []
         self.model = runner.model
 
     def stage(self, adapter: Adapter, slot: int = ADAPTED_SLOT) -> None:
@@ -57,6 +59,11 @@ class Served:
             next_R, logits_RV = decode(tokens[-1], batch, self.runner)
             tokens.append(next_R)
             logits.append(logits_RV)
+        if (capturer := get_global_experts_capturer()) is not None:
+            pool = self.runner.req_to_token_pool
+            self.experts = [
+                capturer.get_topk(req.req_pool_idx, len(req.origin_input_ids) + num_tokens, pool) for req in reqs
+            ]
         self.runner.req_to_token_pool.clear()
         self.runner.token_to_kv_pool_allocator.clear()
         logprobs_RTV = torch.stack(logits, dim=1).float().log_softmax(-1)
@@ -95,3 +102,4 @@ def served(folder: pathlib.Path, **options) -> Iterator[Served]:
         destroy_distributed_environment()
         # A process serves one model, so SGLang sets this once and offers no way back (eplb/expert_location.py:315).
         expert_location._global_expert_location_metadata = None
+        set_global_experts_capturer(None)
