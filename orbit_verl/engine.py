@@ -9,7 +9,7 @@ import copy
 import functools
 import logging
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from tensordict import TensorDict
 from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.workers.config import HFModelConfig, McoreOptimizerConfig
 from verl.workers.engine.base import BaseEngine, EngineRegistry
@@ -35,6 +36,7 @@ from orbit_verl.model.attention import as_served
 from orbit_verl.model.build import build_model, transformer_config
 from orbit_verl.model.layout import EXPERT, EXPERT_TENSOR, PIPELINE, TENSOR, ParallelLayout, ParallelSizes, Ranks
 from orbit_verl.model.naming import adapted_linears
+from orbit_verl.model.replay import RouterReplay, check_replay, token_places
 from orbit_verl.model.sharding import check_tensor_parallel
 from orbit_verl.model.tensors import adapted_shapes
 from orbit_verl.optimizer import AdapterOptimizer, build_scheduler
@@ -73,9 +75,11 @@ class OrbitEngine(MegatronEngineWithLMHead):
         sizes = engine_config.parallel_sizes
         sizes.check(self._architecture.num_layers, self._architecture.num_experts, torch.distributed.get_world_size())
         check_tensor_parallel(self._architecture, sizes, engine_config.adapter.to_adapter_config())
+        check_replay(engine_config.router_replay.mode, self._architecture)
         megatron_cpu.install()
         super().__init__(_language_model(model_config), engine_config, optimizer_config, checkpoint_config)
         _check_groups(sizes)
+        self._is_reference = False
         self.adapter_version = 0
         self._retention = checkpoint.Retention()
 
@@ -90,6 +94,8 @@ class OrbitEngine(MegatronEngineWithLMHead):
         self._layout = _layout(self._architecture, self.tf_config)
         self.module = self._build_megatron_module()
         (model,) = self.module
+        recomputes = self.tf_config.recompute_granularity is not None
+        self.replay = RouterReplay(model.decoder.layers, self._architecture, recomputes=recomputes)
         shapes = adapted_shapes(self._architecture, shared_experts=settings.experts == "shared")
         self.adapter = TrainerAdapter(list(adapted_linears(model, settings)), shapes, settings, self._layout)
         if settings.init_path is not None:
@@ -114,14 +120,42 @@ class OrbitEngine(MegatronEngineWithLMHead):
     def forward_step(
         self, batch_iter: Iterator[TensorDict], model, logits_processor_func, postprocess_micro_batch_func
     ):
-        """verl's forward step; on a CPU, attention rounds as it did in the server (see ``orbit_verl.model.attention``)."""
+        """verl's forward step, with the batch's experts where they are replayed (``orbit_verl.model.replay``).
+
+        On a CPU, attention rounds as it did in the server (``orbit_verl.model.attention``).
+        """
         batch = next(batch_iter)
         arguments = (iter([batch]), model, logits_processor_func, postprocess_micro_batch_func)
-        if get_device_name() != "cpu" or not batch["loss_mask"].is_nested:
+        with self._routing(batch), _attending(batch):
             return super().forward_step(*arguments)
-        response_lengths = batch["loss_mask"].offsets().diff()
-        with as_served((batch["input_ids"].offsets().diff() - response_lengths).tolist()):
-            return super().forward_step(*arguments)
+
+    def forward_backward_batch(self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False):
+        """verl's; the reference policy routes by itself."""
+        if self._is_reference:
+            tu.assign_non_tensor(data, enable_routing_replay=False)
+        with self.replay.through_backward():
+            return super().forward_backward_batch(data, loss_function, forward_only)
+
+    def _routing(self, batch: TensorDict) -> contextlib.AbstractContextManager[None]:
+        """Replay, record or nothing, as verl asks for with this micro-batch."""
+        if not tu.get_non_tensor_data(batch, key="enable_routing_replay", default=False):
+            return contextlib.nullcontext()
+        input_ids = batch["input_ids"]
+        places_T = token_places(
+            input_ids,
+            packed=self.engine_config.use_remove_padding,
+            padded_length=tu.get_non_tensor_data(batch, key="forced_max_seqlen", default=None),
+        )
+        if tu.get_non_tensor_data(batch, key="record_r2_routes", default=False):
+            tu.assign_non_tensor(batch, record_r2_routes=False)  # verl would look for Megatron-Core's own routers
+            return self.replay.recording(input_ids, places_T, self.mini_layer_topk_idx_list)
+        record = batch.get("routed_experts", None)
+        if record is None:
+            raise ValueError(
+                f"router_replay.mode={self.engine_config.router_replay.mode}: the batch has no routed_experts; R3 needs a server "
+                "that reports them, R2 an update that follows compute_log_prob"
+            )
+        return self.replay.replaying(record, input_ids, places_T)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Move base and adapter, or the optimiser's masters, gradients and moments; nothing moves on a CPU."""
@@ -133,9 +167,18 @@ class OrbitEngine(MegatronEngineWithLMHead):
         if optimizer and self.optimizer is not None:
             self.optimizer.to(target)
 
-    def disable_adapter(self) -> contextlib.AbstractContextManager[None]:
-        """The reference policy while the context lasts: the base, or the adapter that the run started from."""
-        return self.adapter.disabled() if self._reference is None else self.adapter.replaced_by(self._reference)
+    @contextlib.contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """The reference policy while the context lasts: the base, or the adapter that the run started from.
+
+        It chooses its experts itself, whatever is replayed for the policy that is trained.
+        """
+        self._is_reference = True
+        try:
+            with self.adapter.disabled() if self._reference is None else self.adapter.replaced_by(self._reference):
+                yield
+        finally:
+            self._is_reference = False
 
     def export_adapter(self, *, everywhere: bool = True) -> Adapter:
         """A copy of the whole adapter under peft's names.
@@ -291,6 +334,14 @@ class OrbitEngine(MegatronEngineWithLMHead):
             self.optimizer.check_state(state.optimizer)
 
 
+def _attending(batch: TensorDict) -> contextlib.AbstractContextManager[None]:
+    """On a CPU, attention in the server's shapes."""
+    if get_device_name() != "cpu" or not batch["loss_mask"].is_nested:
+        return contextlib.nullcontext()
+    response_lengths = batch["loss_mask"].offsets().diff()
+    return as_served((batch["input_ids"].offsets().diff() - response_lengths).tolist())
+
+
 def _language_model(model_config: HFModelConfig) -> HFModelConfig:
     """Without what sees images: verl packs batches otherwise for a configuration that has it."""
     text_only = copy.copy(model_config)
@@ -336,11 +387,6 @@ def _check_engine_config(config: OrbitEngineConfig) -> None:
     for name in _OFF:
         if getattr(config, name):
             raise ValueError(f"{name}=True: not implemented by OrbitEngine; set it to False")
-    if config.router_replay.mode != "disabled":
-        raise ValueError(
-            f"router_replay.mode={config.router_replay.mode!r}: replaying the server's routing is not implemented; "
-            "on a CPU the router has the server's bits, on a GPU it may choose other experts; set 'disabled'"
-        )
 
 
 def _check_checkpoint_config(config: CheckpointConfig) -> None:

@@ -1,14 +1,18 @@
 """verl's SGLang replica with adapter slots: version spans per sample, a base that stays resident, no aborted samples."""
 
+import base64
 from typing import Any
 
+import numpy as np
 import ray
+import torch
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
 
 VERSIONS_KEY = "orbit_versions"
+RECORD_KEY = "routed_experts"
 
 
 class RejectedSample(RuntimeError):
@@ -37,16 +41,28 @@ class OrbitHttpServer(SGLangHttpServer):
         async def generate_request(request, *args, **kwargs):
             async for reply in upstream(request, *args, **kwargs):
                 if isinstance(request.rid, str) and request.rid in self._replies:
+                    self._decode_record(reply["meta_info"])
                     self._replies[request.rid] = reply
                 yield reply
 
         self.tokenizer_manager.generate_request = generate_request
 
+    def _decode_record(self, meta_info: dict[str, Any]) -> None:
+        """The experts that the server recorded, as verl expects them.
+
+        verl 0.9.1 asks for a tensor (async_sglang_server.py:686), SGLang 0.5.12 gives base64 (tokenizer_manager.py:1731).
+        """
+        if isinstance(meta_info.get(RECORD_KEY), str):
+            config = self.model_config.hf_config.get_text_config()
+            meta_info[RECORD_KEY] = decode_record(
+                meta_info[RECORD_KEY], config.num_hidden_layers, config.num_experts_per_tok
+            )
+
     async def generate(self, prompt_ids, sampling_params: dict[str, Any], request_id: str, **kwargs) -> TokenOutput:
         """Generate, and report the adapter version of every token.
 
         Raises:
-            RejectedSample: aborted, or tokens and log-probs do not match one to one.
+            RejectedSample: aborted, or tokens, log-probs and recorded experts do not match one to one.
         """
         expects_log_probs = sampling_params.get("logprobs", False)
         self._replies[request_id] = None
@@ -55,6 +71,8 @@ class OrbitHttpServer(SGLangHttpServer):
         finally:
             reply = self._replies.pop(request_id)
         check_reply(reply, expects_log_probs)
+        if self.config.enable_rollout_routing_replay:
+            check_record(reply, len(prompt_ids))
         spans = reply["meta_info"][VERSIONS_KEY]
         versions = [version for version, _, _ in spans] or [self.global_steps + 1]
         output.extra_fields.update(
@@ -92,6 +110,24 @@ def check_reply(reply: dict[str, Any] | None, expects_log_probs: bool) -> None:
     num_tokens, num_log_probs = len(reply["output_ids"]), len(meta_info.get("output_token_logprobs") or [])
     if expects_log_probs and num_tokens and num_log_probs != num_tokens:
         raise RejectedSample(f"{num_tokens} tokens with {num_log_probs} log-probs: they cannot be paired")
+
+
+def decode_record(encoded: str, num_layers: int, top_k: int) -> torch.Tensor:
+    """SGLang's record of a request: int16 [tokens, layers, experts of a token]."""
+    ids = np.frombuffer(base64.b64decode(encoded), dtype=np.int32).reshape(-1, num_layers, top_k)
+    return torch.from_numpy(ids.astype(np.int16))
+
+
+def check_record(reply: dict[str, Any], prompt_length: int) -> None:
+    """Refuse a reply whose record of experts does not pair with its tokens: all but the last have been through the model.
+
+    Raises:
+        RejectedSample: with the reason.
+    """
+    record = reply["meta_info"].get(RECORD_KEY)
+    rows, num_tokens = 0 if record is None else len(record), prompt_length + len(reply["output_ids"])
+    if rows != num_tokens - 1:
+        raise RejectedSample(f"{num_tokens} tokens with experts recorded for {rows} of them: must be all but the last")
 
 
 class OrbitReplica(SGLangReplica):

@@ -24,6 +24,8 @@ from orbit_kernels.names import EXPERTS
 from orbit_verl.config import AdapterSettings, OrbitConfig, check_key
 from orbit_verl.model.adapters import check_tied
 from orbit_verl.model.architecture import DecoderArchitecture
+from orbit_verl.model.replay import MODE_KEY as REPLAY
+from orbit_verl.model.replay import check_replay
 from orbit_verl.model.sharding import check_tensor_parallel
 from orbit_verl.model.tensors import adapted_shapes, fused_linears, open_checkpoint
 
@@ -32,6 +34,7 @@ logger = logging.getLogger(__name__)
 TRAINER_MODES = ("sync", "separate_async")
 ROLLOUT = "actor_rollout_ref.rollout"
 SGLANG = f"{ROLLOUT}.engine_kwargs.sglang"
+RECORDS = f"{ROLLOUT}.enable_rollout_routing_replay"
 LOOPBACK = "127.0.0.2"  # Ray 2.60 replaces 127.0.0.1 by the machine's outward address (_private/services.py)
 
 
@@ -148,6 +151,14 @@ def _implied_settings(config: DictConfig, orbit: OrbitConfig, checkpoint: dict[s
         Implied("data.gen_batch_size", None, 1, failed),
         Implied("trainer.v1.sampler.sync_refill_failed_groups", False, True, failed),
     ]
+    if _replay_mode(config) == "R3":
+        reason = f"{REPLAY}=R3 replays what the servers record"
+        implied += [
+            Implied(RECORDS, False, True, reason),
+            Implied(f"{SGLANG}.enable_return_routed_experts", None, True, reason),
+            Implied(f"{SGLANG}.enable_hierarchical_cache", None, False, f"{reason}, which a cache on the host loses"),
+            Implied(f"{ROLLOUT}.skip_tokenizer_init", True, True, f"{reason}, and verl reads it only so"),
+        ]
     if orbit.seed is not None:
         manager = "orbit_verl.agent_loop.OrbitAgentLoopManager"
         implied += [
@@ -161,6 +172,10 @@ def _implied_settings(config: DictConfig, orbit: OrbitConfig, checkpoint: dict[s
     if get_platform().device_name == "cpu":
         implied += _implied_on_cpu(config)
     return implied
+
+
+def _replay_mode(config: DictConfig) -> str:
+    return OmegaConf.select(config, REPLAY)
 
 
 def _checkpoint_dtype(config: DictConfig, checkpoint: dict[str, Any]) -> str:
@@ -238,6 +253,11 @@ def _check_run(config: DictConfig) -> None:
             "algorithm.rollout_correction.bypass_mode=true skips the trainer's own log-probs, so parity could not be "
             "measured; set it to false"
         )
+    if _replay_mode(config) == "R2" and OmegaConf.select(config, RECORDS):
+        raise ValueError(
+            f"{RECORDS}=true with {REPLAY}=R2: the servers' record would take the place of the trainer's; set it to false, or "
+            "the mode to R3"
+        )
     if config.algorithm.adv_estimator == "gae":
         raise ValueError(
             "algorithm.adv_estimator=gae needs a critic, which trainer.strategy=orbit does not train; "
@@ -270,6 +290,9 @@ def _check_base(config: DictConfig, settings: AdapterSettings) -> None:
     num_ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
     sizes.check(architecture.num_layers, architecture.num_experts, num_ranks)
     _compare_tensor_parallelism(config, sizes.tensor, architecture)
+    check_replay(_replay_mode(config), architecture)
+    if architecture.moe is None and OmegaConf.select(config, RECORDS):
+        raise ValueError(f"{RECORDS}=true: the model is dense, a server has no experts to record; set it to false")
     _check_targets(architecture, settings)
     check_tensor_parallel(architecture, sizes, settings.to_adapter_config())
     open_checkpoint(architecture, path)

@@ -26,6 +26,9 @@ class OrbitActorWorker(DetachActorWorker):
             # verl asks torch for "cpu:gloo,cpu:gloo", which torch refuses (verl 0.9.1, utils/distributed.py:89).
             initialize_global_process_group_ray(backend="cpu:gloo")
         super().__init__(*args, **kwargs)
+        # verl reads the mode only of the strategies that it knows (verl 0.9.1, workers/engine_workers.py:499).
+        self._replay_mode = self.config.actor.megatron.router_replay.mode
+        self.enable_routing_replay = self._replay_mode != "disabled"
         self._published: OrderedDict[int, dict[str, torch.Tensor]] = OrderedDict()
         self._current: dict[str, torch.Tensor] | None = None
         self._update_peak = PeakMeter()
@@ -58,7 +61,8 @@ class OrbitActorWorker(DetachActorWorker):
         metrics = await self.checkpoint_engine.send_weights(adapter, global_steps=global_steps)
         if not metrics:
             return {}
-        return {**metrics, **resident_bytes(engine), **self._update_peak.metrics(), **of_adapter}
+        replayed = engine.replay.metrics()
+        return {**metrics, **resident_bytes(engine), **self._update_peak.metrics(), **of_adapter, **replayed}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None):
@@ -85,12 +89,17 @@ class OrbitActorWorker(DetachActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def use_published(self, version: int) -> None:
-        """Evaluate a published version until ``use_current``."""
+        """Evaluate a published version until ``use_current``.
+
+        What the server recorded (R3) is that version's; what the trainer recorded (R2) is the current one's, and is left.
+        """
+        self.enable_routing_replay = self._replay_mode == "R3"
         self._current = self.actor.engine.snapshot_adapter()
         self.actor.engine.restore_adapter(self._published[version])
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def use_current(self) -> None:
         """Go back to the adapter that is being trained."""
+        self.enable_routing_replay = self._replay_mode != "disabled"
         self.actor.engine.restore_adapter(self._current)
         self._current = None

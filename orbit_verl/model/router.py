@@ -3,11 +3,17 @@
 Dimension suffixes: T tokens, K experts of a token, E experts, G groups, D hidden.
 """
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 import torch
 from torch import nn
 from torch.nn import functional
 
 from orbit_verl.model.architecture import MixtureOfExperts
+
+Override = Callable[[torch.Tensor], torch.Tensor]
+"""Makes of a router's own ids [T, K] those that are used."""
 
 
 class FrozenRouter(nn.Module):
@@ -25,15 +31,27 @@ class FrozenRouter(nn.Module):
         super().__init__()
         self._moe = moe
         self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size, dtype=dtype), requires_grad=False)
+        self._override: Override | None = None
 
     def forward(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids [T, K] int64 and weights [T, K] fp32 of each token's experts."""
         scores_TE = self._scores(functional.linear(x_TD, self.weight).float())
         ids_TK = self._choose(scores_TE)
+        if self._override is not None:
+            ids_TK = self._override(ids_TK)
         weights_TK = scores_TE.gather(1, ids_TK)
         if self._moe.normalized:
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
         return ids_TK, weights_TK
+
+    @contextlib.contextmanager
+    def overridden_by(self, override: Override) -> Iterator[None]:
+        """In the body, the router uses the ids that ``override`` says."""
+        before, self._override = self._override, override
+        try:
+            yield
+        finally:
+            self._override = before
 
     def _scores(self, logits_TE: torch.Tensor) -> torch.Tensor:
         return logits_TE.softmax(dim=-1)

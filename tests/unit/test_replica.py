@@ -1,8 +1,11 @@
 """Replies that must not be trained on."""
 
-import pytest
+import base64
 
-from orbit_verl.replica import RejectedSample, check_reply
+import pytest
+import torch
+
+from orbit_verl.replica import RejectedSample, check_record, check_reply, decode_record
 
 
 def reply(num_tokens: int, num_log_probs: int | None, finish: str = "stop") -> dict:
@@ -33,3 +36,23 @@ def test_aborted_replies_are_rejected():
 def test_no_reply_is_rejected():
     with pytest.raises(RejectedSample, match="without a reply"):
         check_reply(None, expects_log_probs=True)
+
+
+def test_a_record_is_read_as_sglang_sends_it():
+    ids = torch.arange(2 * 3 * 2, dtype=torch.int32).reshape(2, 3, 2) + 300
+    record = decode_record(base64.b64encode(ids.numpy().tobytes()).decode(), num_layers=3, top_k=2)
+    assert record.dtype == torch.int16 and torch.equal(record.int(), ids)
+
+
+def test_a_record_that_does_not_pair_with_the_tokens_is_rejected():
+    """field-cases #29: as many rows as positions; the last token has not been through the model."""
+    answer = reply(4, 4)
+    with pytest.raises(RejectedSample, match="7 tokens with experts recorded for 0 of them: must be all but the last"):
+        check_record(answer, prompt_length=3)
+    for rows in (5, 6, 7):
+        answer["meta_info"]["routed_experts"] = torch.zeros(rows, 2, 2, dtype=torch.int16)
+        if rows == 6:
+            check_record(answer, prompt_length=3)
+            continue
+        with pytest.raises(RejectedSample, match=f"7 tokens with experts recorded for {rows} of them"):
+            check_record(answer, prompt_length=3)

@@ -276,6 +276,56 @@ def test_targets_without_slots_on_a_gpu_are_refused():
         check_served(each, ["model.layers.1.mlp.experts.3.up_proj"], "cuda")
 
 
+REPLAY = "actor_rollout_ref.actor.megatron.router_replay.mode"
+RECORDS = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+
+
+def test_router_replay_tells_the_servers_to_record(run_config, tmp_path):
+    path = f"actor_rollout_ref.model.path={save_mixture(tmp_path / 'moe')}"
+    for mode, records in (("disabled", False), ("R2", False), ("R3", True)):
+        config = run_config(path, f"{REPLAY}={mode}")
+        resolve(config)
+        assert config.actor_rollout_ref.rollout.enable_rollout_routing_replay is records
+        assert omega_conf_to_dataclass(config.actor_rollout_ref.actor).engine.router_replay.mode == mode
+
+
+@pytest.mark.parametrize(
+    "dense, overrides, message",
+    [
+        (True, (f"{REPLAY}=R2",), "router_replay.mode=R2: the model is dense, it has no routers; set it to disabled"),
+        (True, (f"{REPLAY}=R3",), "router_replay.mode=R3: the model is dense"),
+        (True, (f"{RECORDS}=true",), f"{RECORDS}=true: the model is dense, a server has no experts to record"),
+        (False, (f"{REPLAY}=R2", f"{RECORDS}=true"), "the servers' record would take the place of the trainer's"),
+        (
+            False,
+            (f"{REPLAY}=R3", "actor_rollout_ref.rollout.skip_tokenizer_init=false"),
+            "skip_tokenizer_init=False: trainer.strategy=orbit needs True",
+        ),
+        (
+            False,
+            (f"{REPLAY}=R3", "+actor_rollout_ref.rollout.engine_kwargs.sglang.enable_return_routed_experts=false"),
+            "enable_return_routed_experts=False: trainer.strategy=orbit needs True",
+        ),
+        (
+            False,
+            (f"{REPLAY}=R3", "+actor_rollout_ref.rollout.engine_kwargs.sglang.enable_hierarchical_cache=true"),
+            "enable_hierarchical_cache=True: trainer.strategy=orbit needs False",
+        ),
+    ],
+)
+def test_router_replay_that_cannot_work_is_refused(run_config, tmp_path, dense, overrides, message):
+    path = () if dense else (f"actor_rollout_ref.model.path={save_mixture(tmp_path / 'moe')}",)
+    with pytest.raises(ValueError, match=message):
+        resolve(run_config(*path, *overrides))
+
+
+def test_a_model_of_one_expert_a_token_cannot_be_replayed(run_config, tmp_path):
+    folder = save_mixture(tmp_path / "moe")
+    edit_config(folder, num_experts_per_tok=1)
+    with pytest.raises(ValueError, match="a token of this model takes one expert"):
+        resolve(run_config(f"actor_rollout_ref.model.path={folder}", f"{REPLAY}=R3"))
+
+
 def test_servers_of_several_ranks_need_their_devices(run_config):
     """verl's default is two ranks."""
     tensor_parallel = "actor_rollout_ref.rollout.tensor_model_parallel_size"

@@ -4,7 +4,7 @@ import zlib
 
 import torch
 import torch.distributed as dist
-from moe_support import LATENT_TARGETS
+from moe_support import LATENT_TARGETS, random_record
 from trainer_support import log_probs, make_batch, make_engine, nll, sequences
 
 from orbit_verl.config import BaseSettings
@@ -97,6 +97,19 @@ def padded(folders, rank: int, save) -> None:
     with engine.disable_adapter():
         found |= {f"base/{index}": row for index, row in enumerate(log_probs(engine, tokens))}
     save("padded", found)
+
+
+def replayed(folders, rank: int, save) -> None:
+    """Log-probs and gradients with recorded experts, each rank those of its own tokens."""
+    for base in ("fp32", "deepseek"):
+        engine, tokens = engine_of(folders, base, "oft", 2), sequences()[rank::2]
+        batch = {"micro_batch": 1, "records": random_record(sequences())[rank::2]}
+        found = {f"log_probs/{index}": row for index, row in enumerate(log_probs(engine, tokens, **batch))}
+        accumulate(engine, tokens, **batch)
+        engine.optimizer._reduce_over_data_parallel()
+        found |= {f"gradient/{name}": gradient for name, gradient in engine.optimizer.gradients().items()}
+        engine.optimizer_zero_grad()
+        save(f"replayed {base}", found)
 
 
 def base(folders, rank: int, save) -> None:

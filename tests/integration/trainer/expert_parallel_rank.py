@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from expert_parallel_checkpoint import CRASHED, checkpoints, crash, refusals
-from expert_parallel_engine import TRAINED, base, marks, orthogonality, padded, reference, skip, train
+from expert_parallel_engine import TRAINED, base, marks, orthogonality, padded, reference, replayed, skip, train
 from expert_parallel_layer import exchanges
 from megatron.core import parallel_state as mpu
 from safetensors.torch import save_file
@@ -23,6 +23,7 @@ def two_ranks(rank: int, folders: dict, out: Path, save, *, places: dict) -> Non
     for base_name, adapter in TRAINED:
         train(folders, rank, save, base_name, adapter, 2)
     padded(folders, rank, save)
+    replayed(folders, rank, save)
     exchanges(rank, save)
     base(folders, rank, save)
     marks(folders, rank, save, places)

@@ -1,19 +1,23 @@
 """Tiny mixtures of experts that the trainer's tests share, and their gradients through merged weights."""
 
+import contextlib
+import functools
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import safetensors.torch
 import tiny_models
 import torch
 from torch.func import functional_call
 from trainer_support import SMALL, VOCAB, response_mask
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from orbit_kernels.adapter import split_name
 from orbit_kernels.fusing import FUSED_PARTS
 from orbit_verl.engine import OrbitEngine
 
-EXPERTS, TOP_K, FFN = 8, 2, 64
+EXPERTS, TOP_K, FFN, LAYERS = 8, 2, 64, 3
 LATENT_TARGETS = (
     *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
     *("gate_proj", "up_proj", "down_proj"),
@@ -61,6 +65,62 @@ def write_kimi(folder: Path, dtype: torch.dtype) -> Path:
     tensors["vision_tower.patch_embed.proj.weight"] = torch.zeros(2, 2, dtype=dtype)
     safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
     return folder
+
+
+def random_record(tokens: list[torch.Tensor], layers: int = LAYERS, seed: int = 1) -> list[torch.Tensor]:
+    """Experts for every token of each sequence [S, L, K]: any, but for what a server and verl leave out.
+
+    The last token has none; a token in the middle has zeros in every layer, another one expert twice.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    records = []
+    for sequence in tokens:
+        scores = torch.rand(len(sequence), layers, EXPERTS, generator=generator)
+        record = scores.topk(TOP_K).indices.to(torch.int16)
+        record[-1] = record[len(sequence) // 3] = 0
+        record[len(sequence) // 2] = 3
+        records.append(record)
+    return records
+
+
+@contextlib.contextmanager
+def routed_by(model: PreTrainedModel, records: list[torch.Tensor]) -> Iterator[dict[int, dict[int, torch.Tensor]]]:
+    """In the body, a model of transformers takes the recorded experts of the sequence of that length, its own in gaps.
+
+    Yields:
+        The experts that it used [S, K], by length and layer.
+    """
+    used: dict[int, dict[int, torch.Tensor]] = {}
+
+    def choose(layer: int, own: torch.Tensor) -> torch.Tensor:
+        recorded = next((record[:, layer].long() for record in records if len(record) == len(own)), own)
+        is_gap = recorded[:, :1].eq(recorded[:, 1:]).all(-1, keepdim=True)
+        used.setdefault(len(own), {})[layer] = torch.where(is_gap, own, recorded)
+        return used[len(own)][layer]
+
+    def of_qwen3(layer: int, gate, arguments, outputs):
+        logits, _, own = outputs
+        scores = logits.float().softmax(-1)
+        ids = choose(layer, own)
+        weights = scores.gather(1, ids)
+        return logits, weights / weights.sum(-1, keepdim=True), ids
+
+    def of_deepseek(layer: int, mlp, route, logits):
+        ids = choose(layer, route(logits)[0])
+        weights = logits.sigmoid().gather(1, ids)
+        return ids, weights / weights.sum(-1, keepdim=True) * mlp.routed_scaling_factor
+
+    with contextlib.ExitStack() as stack:
+        for index, layer in enumerate(model.model.layers):
+            if not hasattr(layer.mlp, "gate"):
+                continue
+            if hasattr(layer.mlp, "route_tokens_to_experts"):
+                route = functools.partial(of_deepseek, index, layer.mlp, layer.mlp.route_tokens_to_experts)
+                stack.enter_context(mock.patch.object(layer.mlp, "route_tokens_to_experts", route))
+            else:
+                hook = layer.mlp.gate.register_forward_hook(functools.partial(of_qwen3, index))
+                stack.callback(hook.remove)
+        yield used
 
 
 def leaf_tensors(engine: OrbitEngine) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from expert_parallel_engine import ADAPTERS, PLAIN, randomise_by_name, state
 from expert_parallel_rank import fork
 from megatron.core import parallel_state as mpu
-from moe_support import LATENT_TARGETS
+from moe_support import LATENT_TARGETS, random_record
 from trainer_support import make_batch, make_engine, nll, sequences
+from verl.workers.config.engine import EngineRouterReplayConfig
 
 LATENT_LORA = tuple(target for target in LATENT_TARGETS if target != "kv_b_proj")
 
@@ -50,6 +51,11 @@ class Case:
     def is_divided(self) -> bool:
         """Otherwise its ranks are data-parallel alone."""
         return max(self.tensor, self.pipeline, self.expert) > 1
+
+    @property
+    def replays(self) -> bool:
+        """Whether experts are replayed and recorded in it too."""
+        return self.base in ("moe", "latent") and self.adapter == "oft"
 
     def __str__(self) -> str:
         divided = {"TP": self.tensor, "EP": self.expert, "ETP": self.each_expert, "PP": self.pipeline}
@@ -96,7 +102,7 @@ def engine_of(folders: dict[str, str], case: Case, **options):
         folders[case.base],
         base=PLAIN,
         optim={"clip_grad": 0.1},
-        engine=case.sizes,
+        engine=case.sizes | ({"router_replay": EngineRouterReplayConfig(mode="R2")} if case.replays else {}),
         packed=case.packed,
         **ADAPTERS[case.adapter],
         **({"target_modules": targets[case.adapter]} if case.base == "latent" else {}),
@@ -111,17 +117,28 @@ def own_sequences(engine, seed: int = 3) -> list[torch.Tensor]:
     return sequences(seed)[engine.get_data_parallel_rank() :: engine.get_data_parallel_size()]
 
 
-def rows(engine) -> dict[str, torch.Tensor]:
-    """Log-probs of this rank's sequences; of the last stage, where they are."""
+def rows(engine, kind: str = "log_probs", **batch) -> dict[str, torch.Tensor]:
+    """Log-probs of this rank's sequences, and the experts that are recorded; of the last stage, where they are."""
     with engine.eval_mode():
-        output = engine.infer_batch(make_batch(own_sequences(engine)))
+        output = engine.infer_batch(make_batch(own_sequences(engine), **batch))
     if not mpu.is_pipeline_last_stage():
         return {}
-    found = [row[:-1] for row in output["model_output"]["log_probs"].unbind()]
+    output = output["model_output"]
+    found = {kind: [row[:-1] for row in output["log_probs"].unbind()]}
+    if "routed_experts" in output:
+        found["record"] = output["routed_experts"].unbind()
     return {
-        f"log_probs/{index * engine.get_data_parallel_size() + engine.get_data_parallel_rank()}": row
-        for index, row in enumerate(found)
+        f"{name}/{index * engine.get_data_parallel_size() + engine.get_data_parallel_rank()}": row
+        for name, of_name in found.items()
+        for index, row in enumerate(of_name)
     }
+
+
+def replayed_rows(engine) -> dict[str, torch.Tensor]:
+    """Log-probs with recorded experts, and the experts that the routers themselves choose."""
+    records = random_record(sequences(), engine.tf_config.num_layers)
+    own = records[engine.get_data_parallel_rank() :: engine.get_data_parallel_size()]
+    return rows(engine, "replayed", records=own) | rows(engine, enable_routing_replay=True)
 
 
 def step(engine, seed: int) -> float:
@@ -134,10 +151,20 @@ def step(engine, seed: int) -> float:
     return norm
 
 
+def replayed_gradients(engine) -> dict[str, torch.Tensor]:
+    """Norms of this rank's gradients with recorded experts, in micro-batches of one sequence."""
+    records = random_record(sequences(), engine.tf_config.num_layers)
+    own = records[engine.get_data_parallel_rank() :: engine.get_data_parallel_size()]
+    with engine.train_mode():
+        engine.forward_backward_batch(make_batch(own_sequences(engine), micro_batch=1, records=own), nll)
+        gradients = engine.optimizer.gradients().items()
+        return {f"replayed_gradient/{name}": gradient.norm().reshape(1) for name, gradient in gradients}
+
+
 def train(case: Case, folders: dict[str, str], save) -> None:
     """Log-probs with and without the adapter, one step, the whole state, the base."""
     engine = engine_of(folders, case)
-    found = rows(engine)
+    found = rows(engine) | (replayed_rows(engine) | replayed_gradients(engine) if case.replays else {})
     with engine.disable_adapter():
         found |= {name.replace("log_probs", "base"): row for name, row in rows(engine).items()}
     found["norm"] = torch.tensor([step(engine, 1)], dtype=torch.float64)

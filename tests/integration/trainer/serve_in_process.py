@@ -22,20 +22,25 @@ import in_process  # noqa: E402
 from orbit_kernels.wire import Adapter  # noqa: E402
 from orbit_sglang.quant import experts  # noqa: E402
 
+# SGLang writes the record within the forward pass when no schedule overlaps it.
+RECORDING = {"enable_return_routed_experts": True, "disable_overlap_schedule": True}
+
 
 def serve(case: dict) -> dict:
-    """Tokens and log-probs by slot, and the server's manifest."""
+    """Tokens, log-probs and recorded experts by slot, and the server's manifest."""
     own_kernels = mock.patch.object(experts, "_ReferenceConfig", lambda method: None)  # as on CUDA
     with (
         own_kernels if case["own_kernels"] else contextlib.nullcontext(),
-        in_process.served(Path(case["folder"]), **case["options"]) as server,
+        in_process.served(Path(case["folder"]), **RECORDING, **case["options"]) as server,
     ):
         server.stage(Adapter.decode(Path(case["adapter"]).read_bytes()))
         result = {"manifest": server.model.orbit_base}
         for slot in (in_process.BASE_SLOT, in_process.ADAPTED_SLOT):
             tokens, log_probs_TV = server.greedy(case["prompt"], case["num_tokens"], slot)
             log_probs_T = log_probs_TV.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-            result["base" if slot == in_process.BASE_SLOT else "adapted"] = [tokens, log_probs_T.tolist()]
+            name = "base" if slot == in_process.BASE_SLOT else "adapted"
+            result[name] = [tokens, log_probs_T.tolist()]
+            result[f"{name}_experts"] = server.experts[0].tolist()
         return result
 
 

@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 from expert_parallel_engine import ADAPTERS, TRAINED, accumulate, engine_of, state, train_step
 from expert_parallel_layer import EXCHANGES, Layer, whole_layer
-from moe_support import write_deepseek, write_moe
+from moe_support import random_record, write_deepseek, write_moe
 from quantized import quantize, weight_format
 from trainer_support import (
     load_reference,
@@ -185,6 +185,18 @@ def test_padded_log_probs(two, one, folders):
     assert max_difference(_rows(found), log_probs(engine, tokens)) < 1e-5  # measured 1e-6: padded to other lengths
     reference = reference_log_probs(load_reference(Path(folders["fp32"]), FP32), tokens)
     assert max_difference(_rows(found, "base"), reference) < 1e-5
+
+
+@pytest.mark.parametrize("base", ["fp32", "deepseek"])
+def test_recorded_experts(two, one, base):
+    """Router replay: each rank routes its own tokens by their record, as one process routes them all."""
+    engine, found, tokens = one(base=base, adapter="oft"), two[0](f"replayed {base}"), sequences()
+    records = random_record(tokens)
+    assert max_difference(_rows(found), log_probs(engine, tokens, records=records)) == 0
+    assert max_difference(_rows(found), log_probs(engine, tokens)) > 1e-2
+    accumulate(engine, tokens, records=records)
+    first, second = (_part(rank, "gradient") for rank in found)
+    assert _largest_error(first | second, engine.optimizer.gradients()) < 1e-5
 
 
 @pytest.mark.parametrize("base, adapter", TRAINED)

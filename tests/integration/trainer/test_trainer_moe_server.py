@@ -91,6 +91,35 @@ def test_server_equals_trainer_per_token(results, case):
     assert (adapted - without).abs().mean() > 10 * mean
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case[-1] in ("oft-tied", "oft-split")], ids="-".join)
+def test_the_servers_experts_are_the_trainers(results, case):
+    """Prompt and answer but for its last token; replayed, the log-probs stay the server's."""
+    folder, served = results[case]
+    family, dtype = case[0], case[2]
+    engine = _engine(folder, family, case[3], case[4])
+    mean, largest = BOUNDS[dtype]
+    tokens, theirs = served["adapted"]
+    record = torch.tensor(served["adapted_experts"], dtype=torch.int16)
+    assert len(record) == len(PROMPT + tokens) - 1
+    assert _share_of_other_choices(engine, tokens, torch.tensor(served["base_experts"], dtype=torch.int16)) > 0.05
+    replayed = _log_probs(engine, tokens, records=[_with_gap(record)])
+    counts = engine.replay.metrics()
+    assert counts["orbit/router_replay/replayed"] == len(record) / (len(record) + 1)
+    assert counts["orbit/router_replay/other_choice"] == 0
+    difference = (replayed - torch.tensor(theirs)).abs()
+    assert difference.mean() <= mean and difference.max() <= largest
+
+
+def _share_of_other_choices(engine: OrbitEngine, tokens: list[int], record: torch.Tensor) -> float:
+    _log_probs(engine, tokens, records=[_with_gap(record)])
+    return engine.replay.metrics()["orbit/router_replay/other_choice"]
+
+
+def _with_gap(record: torch.Tensor) -> torch.Tensor:
+    """With zeros for the last token, as verl fills them in."""
+    return torch.cat([record, torch.zeros_like(record[:1])])
+
+
 def _case(root: Path, family: str, name: str, dtype: str, activations: str, kind: str) -> dict:
     folder, plain = (root / f"{family}-{stored_as}-{dtype}" for stored_as in (name, "plain"))
     if not plain.exists():
@@ -128,6 +157,6 @@ def _engine(folder: Path, family: str, activations: str, kind: str) -> OrbitEngi
     return engine
 
 
-def _log_probs(engine: OrbitEngine, tokens: list[int]) -> torch.Tensor:
-    (row,) = log_probs(engine, [torch.tensor(PROMPT + tokens)], micro_batch=1)
+def _log_probs(engine: OrbitEngine, tokens: list[int], **batch) -> torch.Tensor:
+    (row,) = log_probs(engine, [torch.tensor(PROMPT + tokens)], micro_batch=1, **batch)
     return row[len(PROMPT) - 1 :]

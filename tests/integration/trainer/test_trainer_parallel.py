@@ -3,6 +3,7 @@
 ``parallel_rank.py`` is what the ranks do. Expert parallelism alone has tests of its own, test_trainer_expert_parallel.
 """
 
+import dataclasses
 import functools
 import json
 import os
@@ -17,7 +18,7 @@ import safetensors.torch
 import torch
 from expert_parallel_engine import state
 from moe_support import write_deepseek, write_moe
-from parallel_rank import FOUR, RESUMED, TWO, Case, engine_of, step
+from parallel_rank import FOUR, RESUMED, TWO, Case, engine_of, replayed_rows, step
 from quantized import quantize, weight_format
 from trainer_support import (
     load_reference,
@@ -84,14 +85,18 @@ def one(folders):
 
     @functools.cache
     def found(base: str, adapter: str, packed: bool) -> dict:
-        engine, tokens = engine_of(folders, Case(base, adapter, packed=packed)), sequences()
+        case = Case(base, adapter, packed=packed)
+        engine, tokens = engine_of(folders, case), sequences()
         with engine.disable_adapter():
             of_base = log_probs(engine, tokens)
+        replayed = replayed_rows(engine) if case.replays else {}
         own, before, manifest = log_probs(engine, tokens), state(engine), engine.base_manifest()
         norm = step(engine, 1)
         return {
             "base": of_base,
             "log_probs": own,
+            "replayed": rows([replayed], "replayed"),
+            "record": rows([replayed], "record"),
             "before": before,
             "norm": norm,
             "after": state(engine),
@@ -141,6 +146,30 @@ def test_log_probs(out, one, folders, case, num_ranks):
         reference = reference_log_probs(load_reference(Path(folders[case.base]), FP32), sequences())
         assert max_difference(rows(found, "base"), reference) < 1e-5
         assert max_difference(rows(found, "log_probs"), reference) > 1e-2
+
+
+@pytest.mark.parametrize("case, num_ranks", [(case, ranks) for case, ranks in CASES if case.replays], ids=str)
+def test_recorded_experts(out, one, case, num_ranks):
+    """Router replay: each rank takes those of its own tokens and layers, and what is recorded is that of all ranks."""
+    found, expected = read(out, num_ranks, case), one(case)
+    limit = 0 if case.sizes in STAGES_ALONE else 1e-5
+    assert max_difference(rows(found, "replayed"), expected["replayed"]) <= limit
+    assert max_difference(rows(found, "replayed"), rows(found, "log_probs")) > 1e-2
+    records = rows(found, "record")
+    assert len(records) == len(expected["record"]) == len(sequences())
+    for record, other in zip(records, expected["record"], strict=True):
+        assert record.any() and torch.equal(record.sort(-1).values, other.sort(-1).values)
+
+
+@pytest.mark.parametrize("case", [case for case in TWO if case.replays and case.recompute], ids=str)
+def test_recomputed_layers_take_the_recorded_experts_again(out, case):
+    """Also when a stage has done the next micro-batch's forward pass by then."""
+    kept = read(out, 2, dataclasses.replace(case, recompute=False))
+    for found, expected in zip(read(out, 2, case), kept, strict=True):
+        gradients, expected = part(found, "replayed_gradient"), part(expected, "replayed_gradient")
+        assert gradients.keys() == expected.keys() and any(".experts." in name for name in gradients)
+        for name, norm in gradients.items():
+            torch.testing.assert_close(norm, expected[name], rtol=1e-5, atol=1e-9)
 
 
 @every_case

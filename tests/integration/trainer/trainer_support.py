@@ -120,9 +120,14 @@ def response_mask(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def make_batch(
-    tokens: list[torch.Tensor], *, micro_batch: int = 2, temperature: float = 1.0, **non_tensor
+    tokens: list[torch.Tensor],
+    *,
+    micro_batch: int = 2,
+    temperature: float = 1.0,
+    records: list[torch.Tensor] | None = None,
+    **non_tensor,
 ) -> TensorDict:
-    """A batch as verl's trainer hands it to an engine."""
+    """A batch as verl's trainer hands it to an engine; with the experts that are to be replayed for each sequence."""
 
     def nested(items):
         return torch.nested.as_nested_tensor(list(items), layout=torch.jagged)
@@ -136,14 +141,16 @@ def make_batch(
         },
         batch_size=[len(tokens)],
     )
-    tu.assign_non_tensor(
-        data,
-        use_dynamic_bsz=False,
-        micro_batch_size_per_gpu=micro_batch,
-        pad_mode=DatasetPadMode.NO_PADDING,
-        use_fused_kernels=False,
-        **non_tensor,
-    )
+    if records is not None:
+        data["routed_experts"] = nested(records)
+    defaults = {
+        "use_dynamic_bsz": False,
+        "micro_batch_size_per_gpu": micro_batch,
+        "pad_mode": DatasetPadMode.NO_PADDING,
+        "use_fused_kernels": False,
+        "enable_routing_replay": records is not None,
+    }
+    tu.assign_non_tensor(data, **defaults | non_tensor)
     return data
 
 
