@@ -35,7 +35,10 @@ EXPERTS, LAYERS = 8, 2
 LATENT_TARGETS = (
     "orbit.adapter.target_modules=[q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj,gate_proj,up_proj,down_proj]"
 )
-OVERRIDES = {"qwen3": (), "kimi": (LATENT_TARGETS,)}
+REPLAY = "actor_rollout_ref.actor.megatron.router_replay.mode"
+# Two updates a step, so that experts are replayed which the changed adapter would not choose.
+R2 = (f"{REPLAY}=R2", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
+OVERRIDES = {"qwen3": R2, "kimi": (LATENT_TARGETS,)}
 # The first layer that has experts, and a target outside of them.
 EXPECTED = {"qwen3": (0, "self_attn.q_proj"), "kimi": (1, "language_model.model.layers.0.self_attn.kv_b_proj")}
 
@@ -53,14 +56,20 @@ def save_model(save: Callable[..., Path], folder: Path, *, experts_only: bool) -
 
 
 def test_a_run_whose_trainer_divides_the_experts(train, tmp_path):
-    """Two trainer ranks with half of the experts each: one base, one adapter, the served policy to the bit of one rank."""
+    """Two trainer ranks with half of the experts each: one base, one adapter, the served policy to the bit of one rank.
+
+    Both take the experts that the server recorded (R3), for stale samples too.
+    """
     model = save_model(tiny_models.save_deepseek_v3, tmp_path / "model", experts_only=True)
-    run = train(model, tmp_path / "run", *ASYNC, LATENT_TARGETS, *TWO_TRAINER_RANKS)
+    run = train(model, tmp_path / "run", *ASYNC, LATENT_TARGETS, *TWO_TRAINER_RANKS, f"{REPLAY}=R3")
     assert run.status == 0, run.log[-3000:]
     assert re.search(r"orbit: \d+ tensors of the base are equal, trainer ranks: 2, servers: 1", run.log)
     assert re.search(r"orbit: base unchanged \([0-9a-f]{64}\)", run.log)
     assert [step["orbit/version/served"] for step in run.steps] == [2, 3, 4]
     assert max(run.parity("mean")) <= 5e-3
+    for step in run.steps:
+        assert 0.8 < step["orbit/router_replay/replayed"] < 1, "all tokens have a record but the last of each sample"
+        assert step["orbit/router_replay/other_choice"] < 0.5
     adapter = load_file(run.folder / "checkpoints" / "adapter" / "adapter_model.safetensors")
     trained = {name for name, tensor in adapter.items() if tensor.any()}
     for expert in (0, EXPERTS - 1):
@@ -78,6 +87,8 @@ def test_a_short_run(train, family, tmp_path):
         assert step["orbit/parity/num_tokens"] > 0
         assert step["orbit/parity/logprob_abs_diff_mean"] <= 5e-3
         assert step["orbit/parity/logprob_abs_diff_max"] <= 0.1
+        if family == "qwen3":
+            assert step["orbit/router_replay/replayed"] == 1 and 0 < step["orbit/router_replay/other_choice"] < 0.5
     adapter = load_file(run.folder / "checkpoints" / "adapter" / "adapter_model.safetensors")
     first, other_target = EXPECTED[family]
     layers = range(first, LAYERS)
