@@ -5,7 +5,8 @@
 Three real SGLang servers stay up side by side (about 3 GB each) and are measured in turn: a plain one, one with tied and
 one with split slots. Throughputs are measured in pairs, one batch right after the other, because the machine's speed
 drifts. The column "core waits left out" does not count the time in which the scheduler's loop could have run but other
-processes had the cores. Linux only. Prints Markdown tables.
+processes had the cores. Versions are staged without a pause, which no trainer does, and one a second. Linux only.
+Prints Markdown tables.
 """
 
 import argparse
@@ -37,6 +38,8 @@ NUM_PROMPT_TOKENS = 8
 NUM_NEW_TOKENS = 48
 NUM_ACTIVATIONS = 100
 NUM_RELOADS = 5
+STAGING_S = 3.0
+STAGING_INTERVALS_S = {"without a pause": 0.0, "one a second": 1.0}
 TIMEOUT_S = 600.0
 ADAPTER_SCALE = 0.05
 
@@ -60,10 +63,15 @@ SETTINGS = (
 
 @dataclasses.dataclass(frozen=True)
 class Throughput:
-    """Of one batch in tokens/s; ``unqueued`` leaves out the time in which the scheduler's loop waited for a core."""
+    """Of batches in tokens/s; ``unqueued`` leaves out the time in which the scheduler's loop waited for a core.
+
+    ``cpu_s`` is what the server's processes computed meanwhile.
+    """
 
     wall: float
     unqueued: float
+    num_tokens: int
+    cpu_s: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,12 +109,17 @@ class Server:
         """Run the batch; returns the tokens that it generated."""
         return sum(answer["meta_info"]["completion_tokens"] for answer in self._post("/generate", json=self._batch))
 
-    def throughput(self) -> Throughput:
-        """Measure one batch."""
-        start_s, start_queued_s = time.perf_counter(), self._queued_s()
-        num_tokens = self.generate()
-        wall_s, queued_s = time.perf_counter() - start_s, self._queued_s() - start_queued_s
-        return Throughput(num_tokens / wall_s, num_tokens / (wall_s - queued_s))
+    def throughput(self, least_s: float = 0.0) -> Throughput:
+        """Measure one batch, or as many as take ``least_s``."""
+        start_s, start_queued_s, start_cpu_s = time.perf_counter(), self._queued_s(), self._cpu_s()
+        num_tokens, wall_s = 0, 0.0
+        while num_tokens == 0 or wall_s < least_s:
+            num_tokens += self.generate()
+            wall_s = time.perf_counter() - start_s
+        queued_s = self._queued_s() - start_queued_s
+        return Throughput(
+            num_tokens / wall_s, num_tokens / (wall_s - queued_s), num_tokens, self._cpu_s() - start_cpu_s
+        )
 
     def stage(self, payload: bytes) -> int:
         """Stage a payload as the next version; returns the version."""
@@ -128,6 +141,11 @@ class Server:
         """Time that the scheduler's main thread was ready to run and had no core; Linux counts it in ns."""
         return int(Path(f"/proc/{self._scheduler.pid}/schedstat").read_text().split()[1]) / 1e9
 
+    def _cpu_s(self) -> float:
+        """CPU time of the scheduler's process and the HTTP process."""
+        times = [process.cpu_times() for process in (self._scheduler, self._scheduler.parent())]
+        return sum(of_process.user + of_process.system for of_process in times)
+
     def _post(self, path: str, **request: Any) -> Any:
         response = self._http.post(path, **request)
         if not response.is_success:
@@ -136,13 +154,15 @@ class Server:
 
 
 @contextlib.contextmanager
-def repeated(call: Callable[[], Any]) -> Iterator[list[Any]]:
+def repeated(call: Callable[[], Any], interval_s: float = 0.0) -> Iterator[list[Any]]:
     """Repeat a call on another thread while the body runs; yields the results so far. An error is raised at the end."""
     results, stopped = [], threading.Event()
 
     def run() -> None:
         while not stopped.is_set():
+            next_s = time.perf_counter() + interval_s
             results.append(call())
+            stopped.wait(max(0.0, next_s - time.perf_counter()))
 
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(run)
@@ -190,23 +210,34 @@ def _pauses_ms(server: Server, versions: Sequence[int], inflight: str) -> list[f
 
 
 def staging(server: Server, payload: bytes, rounds: int) -> Iterator[str]:
-    """Throughput while versions are staged without a pause between them, against none."""
-    num_staged = 0
+    """Throughput while versions are staged, against none."""
+    measured: dict[str, list[Pair]] = {name: [] for name in STAGING_INTERVALS_S}
+    num_staged = dict.fromkeys(STAGING_INTERVALS_S, 0)
 
-    def throughput_while_staging() -> Throughput:
-        nonlocal num_staged
-        with repeated(lambda: server.stage(payload)) as versions:
-            throughput = server.throughput()
-        num_staged += len(versions)
+    def throughput_while_staging(name: str, interval_s: float) -> Throughput:
+        with repeated(lambda: server.stage(payload), interval_s) as versions:
+            throughput = server.throughput(STAGING_S)
+        num_staged[name] += len(versions)
         return throughput
 
-    pairs = [
-        Pair.of(throughput_while_staging, server.throughput, reference_first=number % 2 == 0)
-        for number in range(rounds)
-    ]
-    yield "| versions staged | tokens/s | none staged | ratio: median (quartiles) | core waits left out | bound |"
-    yield "|---|---|---|---|---|---|"
-    yield f"| {num_staged} | {_row(pairs)} | >= 0.9 |"
+    for number, (name, interval_s) in itertools.product(range(rounds), STAGING_INTERVALS_S.items()):
+        pair = Pair.of(
+            lambda name=name, interval_s=interval_s: throughput_while_staging(name, interval_s),
+            lambda: server.throughput(STAGING_S),
+            reference_first=number % 2 == 0,
+        )
+        measured[name].append(pair)
+    yield "| versions staged | number | tokens/s | none staged | ratio: median (quartiles) | core waits left out | bound | server's CPU ms a version |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for name, pairs in measured.items():
+        cpu_ms = 1e3 * sum(map(_extra_cpu_s, pairs)) / num_staged[name]
+        yield f"| {name} | {num_staged[name]} | {_row(pairs)} | >= 0.9 | {cpu_ms:.1f} |"
+
+
+def _extra_cpu_s(pair: Pair) -> float:
+    """CPU time beyond what the reference would have taken for the same tokens."""
+    per_token_s = pair.reference.cpu_s / pair.reference.num_tokens
+    return pair.measured.cpu_s - per_token_s * pair.measured.num_tokens
 
 
 def reloading(servers: dict[str, Server], payload: bytes, model: Path) -> Iterator[str]:

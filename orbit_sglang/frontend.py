@@ -95,6 +95,9 @@ class Frontend:
         Raises:
             Refusal: the scheduler refused, or did not answer in time (503).
         """
+        return (await self._reply(request)).body
+
+    async def _reply(self, request: messages.ControlRequest) -> messages.ControlReply:
         self._tokenizer_manager.auto_create_handle_loop()
         request.ticket = next(self._tickets)
         future = asyncio.get_running_loop().create_future()
@@ -111,7 +114,7 @@ class Frontend:
         if reply.status != 200:
             error = reply.body["error"]
             raise Refusal(reply.status, error["code"], error["message"], error["detail"])
-        return reply.body
+        return reply
 
     async def stage(self, version: int, chunks: AsyncIterator[bytes]) -> dict[str, Any]:
         """Receive a payload and stage it. Nothing is reserved while the body arrives, so a stalled one blocks nobody."""
@@ -121,15 +124,14 @@ class Frontend:
             self._metrics.count_rejection(refusal.body["error"]["code"])
             raise
         try:
-            body = await self.call(messages.StageRequest(version=version, path=self._spool.path(file)))
+            reply = await self._reply(messages.StageRequest(version=version, path=self._spool.path(file)))
         except Refusal as refusal:
             if refusal.status == 503:
                 self._spool.keep(version, file)  # the scheduler may still come to read it
             raise
         self._spool.keep(version, file)
-        status = await self.call(messages.StatusRequest())
-        self._spool.prune(status["versions"])
-        return body
+        self._spool.prune(reply.versions)
+        return reply.body
 
     async def payload(self, version: int) -> str:
         """Path of a version's payload, as it was staged.

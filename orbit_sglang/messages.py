@@ -61,8 +61,9 @@ class DiscardRequest(ControlRequest):
 
 @dataclasses.dataclass(kw_only=True)
 class ControlReply(BaseReq):
-    """HTTP status and JSON body of the answer."""
+    """HTTP status and JSON body of the answer; ``versions`` are those that the slots hold from then on, and the base."""
 
     ticket: int
     status: int
     body: dict[str, Any]
+    versions: list[int]

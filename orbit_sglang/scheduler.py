@@ -131,11 +131,13 @@ class SlotScheduler:
                 body = handler(request)
             except Conflict as conflict:
                 self._counters[f"rejected_{conflict.code}"] += 1
-                body = error_body(conflict.code, conflict.message, conflict.detail)
-                return messages.ControlReply(ticket=request.ticket, status=409, body=body)
-            return None if body is None else messages.ControlReply(ticket=request.ticket, status=200, body=body)
+                return self._reply(request, 409, error_body(conflict.code, conflict.message, conflict.detail))
+            return None if body is None else self._reply(request, 200, body)
 
         return handle
+
+    def _reply(self, request: messages.ControlRequest, status: int, body: dict[str, Any]) -> messages.ControlReply:
+        return messages.ControlReply(ticket=request.ticket, status=status, body=body, versions=self._versions.versions)
 
     def _status(self, request: messages.StatusRequest) -> dict[str, Any]:
         return {
@@ -186,8 +188,7 @@ class SlotScheduler:
             self._metrics.count_rejection(code)
             self._log("stage refused", version=job.request.version, code=code, message=outcome.failure.message)
             body = error_body(code, outcome.failure.message, outcome.failure.problems)
-        reply = messages.ControlReply(ticket=job.request.ticket, status=status, body=body)
-        self._scheduler.send_to_tokenizer.send_output(reply, job.request)
+        self._scheduler.send_to_tokenizer.send_output(self._reply(job.request, status, body), job.request)
 
     def _activate(self, request: messages.ActivateRequest) -> dict[str, Any]:
         start = time.perf_counter()

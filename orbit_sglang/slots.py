@@ -2,6 +2,7 @@
 
 import collections
 import logging
+from collections.abc import Sequence
 
 import torch
 from sglang.srt.layers.linear import LinearBase
@@ -32,19 +33,19 @@ SLOTTED_LINEARS = (*FUSED_PARTS, "o_proj", "down_proj", "q_proj", "q_b_proj", "k
 
 
 class PreparedAdapter:
-    """An accepted adapter, with what its slot needs computed in fp32 and not yet written."""
+    """An accepted adapter, with what its slot is to hold computed and not yet written."""
 
-    def __init__(self, adapter: Adapter, linears: list[tuple[SlottedLinear, tuple[torch.Tensor, ...] | None]]):
+    def __init__(self, adapter: Adapter, linears: Sequence[SlottedLinear]):
         self.adapter = adapter
         self._linears = linears
+        self._prepared = type(linears[0]).prepare(linears, adapter)
 
     def write(self, slot: int) -> None:
         """Place it in a slot that no request uses."""
         # A stream of its own: the copies run beside the forward passes, which use the other slot.
         stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         with torch.cuda.stream(stream):
-            for linear, prepared in self._linears:
-                linear.write(slot, prepared)
+            SlottedLinear.write(slot, self._linears, self._prepared)
         if stream is not None:
             stream.synchronize()
 
@@ -116,7 +117,7 @@ class SlotBank:
         adapter.check(self._shapes)
         if problems := [problem for linear in self.slotted_linears for problem in linear.problems(adapter)]:
             raise AdapterError(problems)
-        return PreparedAdapter(adapter, [(linear, linear.prepare(adapter)) for linear in self.slotted_linears])
+        return PreparedAdapter(adapter, self.slotted_linears)
 
     def _add_linear(self, parts: dict[str, Share], layer: LinearBase) -> None:
         linear = self._slotted(parts)

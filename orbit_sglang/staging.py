@@ -55,6 +55,9 @@ class StageOutcome:
 class StageJob:
     """Reads, checks and writes a payload. The slot is written only after every check has passed.
 
+    The thread keeps the priority of the others: one that is lower loses its core while it holds Python's lock, and the
+    scheduler's loop then waits for both.
+
     The scheduler polls ``done`` and then reads ``outcome``; until then only the job touches the slot.
     """
 

@@ -18,6 +18,8 @@ PEFT_SUFFIX = ".weight"
 LINEAR_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linears of a dense decoder layer, by their Hugging Face leaf names."""
 
+_LEAVES = frozenset(leaf for method in METHODS.values() for leaf in method.leaves)
+
 FROZEN_TARGETS = ("embed_tokens", "lm_head")
 """Matrices outside the decoder layers, which no adapter may name."""
 
@@ -160,7 +162,7 @@ def split_name(tensor: str) -> tuple[str, str] | None:
     if not (tensor.startswith(PEFT_PREFIX) and tensor.endswith(PEFT_SUFFIX)):
         return None
     module, _, leaf = tensor[len(PEFT_PREFIX) : -len(PEFT_SUFFIX)].rpartition(".")
-    return (module, leaf) if module and any(leaf in method.leaves for method in METHODS.values()) else None
+    return (module, leaf) if module and leaf in _LEAVES else None
 
 
 def module_name(tensor: str) -> str | None:

@@ -29,6 +29,9 @@ SHARED_KEY = "shared_parts"
 
 ADAPTER_DTYPES = (torch.bfloat16, torch.float32)
 
+# hashlib gives up Python's lock for every piece of 2 KiB or more and then waits for it; joining pieces holds it.
+_HASHED_TOGETHER_BYTES = 1 << 18
+
 
 class AdapterError(ValueError):
     """A payload that the receiver refuses, with every problem found, not only the first."""
@@ -53,10 +56,18 @@ class Adapter:
     def digest(self) -> str:
         """SHA-256 over names, dtypes, shapes, values and configuration; independent of the tensors' order."""
         digest = hashlib.sha256(self.config.to_peft_json().encode())
+        small: list[bytes | memoryview] = []
+        small_bytes = 0
         for name in sorted(self.tensors):
             tensor = self.tensors[name].detach().cpu().contiguous()
-            digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-            digest.update(tensor.flatten().view(torch.uint8).numpy())
+            small += [f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode(), _bytes(tensor)]
+            small_bytes += tensor.nbytes
+            if small_bytes > _HASHED_TOGETHER_BYTES:
+                large = small.pop()
+                digest.update(b"".join(small))
+                digest.update(large)
+                small, small_bytes = [], 0
+        digest.update(b"".join(small))
         return digest.hexdigest()
 
     def encode(self) -> bytes:
@@ -133,8 +144,13 @@ class Adapter:
             f"{name}: missing, although its module is targeted"
             for name in sorted(expected.keys() - self.tensors.keys())
         ]
+        fitting = []
         for name in sorted(expected.keys() & self.tensors.keys()):
-            problems += self._tensor_problems(name, *linears[expected[name]])
+            if problem := self._tensor_problem(name, *linears[expected[name]]):
+                problems.append(problem)
+            else:
+                fitting.append(name)
+        problems += [f"{name}: holds values that are not finite" for name in self._not_finite(fitting)]
         if problems:
             raise AdapterError(problems)
 
@@ -146,24 +162,34 @@ class Adapter:
             return f"not one of {self.config.method.peft_type}'s"
         return "not in the configuration's target_modules"
 
-    def _tensor_problems(self, name: str, rows: int, columns: int) -> list[str]:
+    def _tensor_problem(self, name: str, rows: int, columns: int) -> str | None:
         tensor, (_, leaf) = self.tensors[name], split_name(name)
         try:
             shape = self.config.method.shapes(rows, columns, name)[leaf]
         except ValueError as error:
-            return [str(error)]
+            return str(error)
         if tuple(tensor.shape) != shape:
-            return [f"{name}: shape {tuple(tensor.shape)}, expected {shape}"]
+            return f"{name}: shape {tuple(tensor.shape)}, expected {shape}"
         if tensor.dtype not in ADAPTER_DTYPES:
-            return [f"{name}: dtype {tensor.dtype}, expected one of {[str(dtype) for dtype in ADAPTER_DTYPES]}"]
-        if not torch.isfinite(tensor).all():
-            return [f"{name}: holds values that are not finite"]
-        return []
+            return f"{name}: dtype {tensor.dtype}, expected one of {[str(dtype) for dtype in ADAPTER_DTYPES]}"
+        return None
+
+    def _not_finite(self, names: list[str]) -> list[str]:
+        """Those of the named tensors that hold a value that is not finite."""
+        if not names:
+            return []
+        largest = torch.stack(torch._foreach_norm([self.tensors[name] for name in names], float("inf")))
+        return [names[index] for index in (~largest.isfinite()).nonzero().flatten().tolist()]
 
 
 def error_body(code: str, message: str, detail: Any = None) -> dict[str, Any]:
     """The JSON body of every refusal: ``{"error": {"code", "message", "detail"}}``."""
     return {"error": {"code": code, "message": message, "detail": detail}}
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """The bits of a contiguous CPU tensor."""
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
 
 
 def _part(name: str, leaf: str) -> str | None:
@@ -211,11 +237,12 @@ def _restored_parts(tensors: Mapping[str, torch.Tensor], text: str | None, leaf:
         valid = False
     if not valid:
         raise AdapterError([f"the metadata's {SHARED_KEY} is {text[:200]!r}: may map {allowed} only"])
+    part_of = {name: part for name in tensors if (part := _part(name, leaf)) is not None}
     return {
-        _sibling(name, part): tensor
+        _sibling(name, part): tensors[name]
         for part, first in shared.items()
-        for name, tensor in tensors.items()
-        if _part(name, leaf) == first
+        for name, found in part_of.items()
+        if found == first
     }
 
 

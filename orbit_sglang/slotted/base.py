@@ -4,7 +4,8 @@ Dimension suffixes: T tokens of a batch, I input width, O output width.
 """
 
 import abc
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -15,6 +16,9 @@ from orbit_sglang.versions import BASE_SLOT, SLOTS
 
 Slots = int | torch.Tensor
 """The slot of all rows, or the slot of each, int32 [T, 1]."""
+
+Trained = tuple[str, torch.Tensor]
+"""A trained tensor behind its leaf."""
 
 
 class SlottedLinear(abc.ABC):
@@ -51,11 +55,12 @@ class SlottedLinear(abc.ABC):
             part: method.shapes(len(share.rows), len(share.columns), f"a rank's share of {part}")
             for part, share in parts.items()
         }
-        self._identity = self._identity_tensors(dtype, device)
+        identity = self._identity_tensors(dtype, device)
         self.slots = {
-            slot: tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in self._identity)
-            for slot in SLOTS
+            slot: tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in identity) for slot in SLOTS
         }
+        self._identity = self._pieces(*identity)
+        self._targets = {slot: self._pieces(*tensors) for slot, tensors in self.slots.items()}
         self._adapted = dict.fromkeys((BASE_SLOT, *SLOTS), False)
 
     def problems(self, adapter: Adapter) -> list[str]:
@@ -75,18 +80,31 @@ class SlottedLinear(abc.ABC):
             "train with orbit.adapter.fused=tied or start the server with --orbit-fused split"
         ]
 
-    @abc.abstractmethod
-    def prepare(self, adapter: Adapter) -> tuple[torch.Tensor, ...] | None:
-        """A slot's tensors in fp32, computed from an accepted adapter; None where it leaves this linear alone.
+    @classmethod
+    def prepare(cls, linears: Sequence["SlottedLinear"], adapter: Adapter) -> list[list[torch.Tensor] | None]:
+        """The pieces of each linear's slot, computed from an accepted adapter; None where it leaves the linear alone.
 
-        Touches no slot; safe on another thread while the linear runs.
+        For all linears at once, because every call of torch competes with the forward pass for Python's lock.
+        Touches no slot; safe on another thread while the linears run.
         """
+        trained = [linear._trained(adapter) for linear in linears]
+        dtype = linears[0].slots[SLOTS[0]][0].dtype
+        computed = cls._computed(list(filter(None, itertools.chain(*trained))), adapter.config.method, dtype)
+        return [
+            [next(computed) if own else identity for own, identity in zip(of_linear, linear._identity, strict=True)]
+            if any(of_linear)
+            else None
+            for of_linear, linear in zip(trained, linears, strict=True)
+        ]
 
-    def write(self, slot: int, prepared: tuple[torch.Tensor, ...] | None) -> None:
+    @staticmethod
+    def write(slot: int, linears: Sequence["SlottedLinear"], prepared: Sequence[list[torch.Tensor] | None]) -> None:
         """Copy the outcome of ``prepare`` into a slot that no request uses."""
-        for target, source in zip(self.slots[slot], prepared or self._identity, strict=True):
-            target.copy_(source)
-        self._adapted[slot] = prepared is not None
+        pieces = [of_linear or linear._identity for linear, of_linear in zip(linears, prepared, strict=True)]
+        targets = [linear._targets[slot] for linear in linears]
+        torch._foreach_copy_(list(itertools.chain(*targets)), list(itertools.chain(*pieces)))
+        for linear, of_linear in zip(linears, prepared, strict=True):
+            linear._adapted[slot] = of_linear is not None
 
     def _tensors(self, adapter: Adapter, part: str) -> dict[str, torch.Tensor]:
         """This rank's share of an accepted adapter's tensors for a part; empty where it leaves the part alone."""
@@ -111,6 +129,19 @@ class SlottedLinear(abc.ABC):
     @abc.abstractmethod
     def _identity_tensors(self, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
         """What an empty slot holds, as views without memory of their own."""
+
+    @abc.abstractmethod
+    def _pieces(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """A slot's tensors as views, one for each tensor of an adapter that fills them."""
+
+    @abc.abstractmethod
+    def _trained(self, adapter: Adapter) -> list[Trained | None]:
+        """This rank's share of what an accepted adapter holds for each piece; None where the part has no adapter."""
+
+    @classmethod
+    @abc.abstractmethod
+    def _computed(cls, trained: Sequence[Trained], method: AdapterMethod, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        """What each trained tensor becomes, before it is rounded to the slots' ``dtype`` or after."""
 
 
 def _same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:

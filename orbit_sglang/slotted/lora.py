@@ -6,12 +6,14 @@ Dimension suffixes: T tokens of a batch, I input width, O output width of all pa
 or one per part of a fused projection in split mode).
 """
 
+from collections.abc import Iterator, Sequence
+
 import torch
 
 from orbit_kernels import lora
 from orbit_kernels.methods import LoRAMethod
 from orbit_kernels.wire import Adapter
-from orbit_sglang.slotted.base import Slots, SlottedLinear
+from orbit_sglang.slotted.base import Slots, SlottedLinear, Trained
 from orbit_sglang.versions import SLOTS
 
 
@@ -20,23 +22,26 @@ class LoRALinear(SlottedLinear):
 
     _method: LoRAMethod
 
-    def prepare(self, adapter: Adapter) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """A [P, R, I] and ``s B`` [O, R]; zero for a part without an adapter."""
-        parts = {part: self._tensors(adapter, part) for part in self.parts}
-        adapted = [tensors for tensors in parts.values() if tensors]
-        if not adapted:
-            return None
-        zeros = {part: {leaf: torch.zeros(shape) for leaf, shape in self._shapes[part].items()} for part in self.parts}
-        tensors = [parts[part] or zeros[part] for part in self.parts]
-        a_PRI = torch.stack([part["lora_A"].float() for part in (tensors if self._split else adapted[:1])])
-        scaling = adapter.config.method.scaling
-        return a_PRI, torch.cat([lora.scaled(part["lora_B"], scaling) for part in tensors])
-
     def _identity_tensors(self, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         zero = torch.zeros((), dtype=dtype, device=device)
         a_shape = next(iter(self._shapes.values()))["lora_A"]
         num_a = len(self.parts) if self._split else 1
         return zero.expand(num_a, *a_shape), zero.expand(sum(self.parts.values()), self._method.rank)
+
+    def _pieces(self, a_PRI: torch.Tensor, scaled_b_OR: torch.Tensor) -> list[torch.Tensor]:
+        return [*a_PRI.unbind(), *scaled_b_OR.split(list(self.parts.values()))]
+
+    def _trained(self, adapter: Adapter) -> list[Trained | None]:
+        parts = [self._tensors(adapter, part) for part in self.parts]
+        of_a, of_b = ([(leaf, part[leaf]) if part else None for part in parts] for leaf in ("lora_A", "lora_B"))
+        return [*(of_a if self._split else [next(filter(None, of_a), None)]), *of_b]
+
+    @classmethod
+    def _computed(cls, trained: Sequence[Trained], method: LoRAMethod, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        b_OR = [tensor.float() for leaf, tensor in trained if leaf == "lora_B"]
+        scaled_b_OR = iter(torch._foreach_mul(b_OR, method.scaling))
+        for leaf, tensor in trained:
+            yield next(scaled_b_OR) if leaf == "lora_B" else tensor
 
     def inputs(self, x_TI: torch.Tensor, slots: Slots) -> list[torch.Tensor]:
         """The linear's own input."""

@@ -1,31 +1,27 @@
 """OFT in the slots: the input is rotated first, ``y = (x R) W^T``.
 
-Dimension suffixes: T tokens of a batch, I input width, O output width, N blocks, B block size, P rotations of a linear
-(one, or one per part of a fused projection in split mode).
+Dimension suffixes: T tokens of a batch, I input width, O output width, N blocks, B block size, E free entries of a block,
+P rotations of a linear (one, or one per part of a fused projection in split mode).
 """
+
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from orbit_kernels import oft
 from orbit_kernels.methods import OFTMethod
 from orbit_kernels.wire import Adapter
-from orbit_sglang.slotted.base import Slots, SlottedLinear
+from orbit_sglang.slotted.base import Slots, SlottedLinear, Trained
 from orbit_sglang.versions import SLOTS
+
+ENTRIES_TOGETHER = 1 << 21
+"""Free entries of blocks whose rotations are computed together; bounds what is held beside the result to some 100 MiB."""
 
 
 class OFTLinear(SlottedLinear):
     """A linear with one rotation of its input per slot, or one per slot and part."""
 
     _method: OFTMethod
-
-    def prepare(self, adapter: Adapter) -> tuple[torch.Tensor] | None:
-        """Blocks [P, N, B, B]."""
-        parts = [self._tensors(adapter, part) for part in self.parts][: self._num_rotations]
-        if not any(parts):
-            return None
-        (identity_PNBB,) = self._identity_tensors(torch.float32, torch.device("cpu"))
-        rotations = [adapter.config.method.rotation(part) if part else identity_PNBB[0] for part in parts]
-        return (torch.stack(rotations),)
 
     @property
     def _num_rotations(self) -> int:
@@ -35,6 +31,19 @@ class OFTLinear(SlottedLinear):
         num_blocks, _ = next(iter(self._shapes.values()))["oft_R"]
         identity_BB = torch.eye(self._method.block_size, dtype=dtype, device=device)
         return (identity_BB.expand(self._num_rotations, num_blocks, -1, -1),)
+
+    def _pieces(self, r_PNBB: torch.Tensor) -> list[torch.Tensor]:
+        return list(r_PNBB.unbind())
+
+    def _trained(self, adapter: Adapter) -> list[Trained | None]:
+        parts = [self._tensors(adapter, part) for part in list(self.parts)[: self._num_rotations]]
+        return [("oft_R", tensors["oft_R"]) if tensors else None for tensors in parts]
+
+    @classmethod
+    def _computed(cls, trained: Sequence[Trained], method: OFTMethod, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        for group_NE in _groups([entries_NE for _, entries_NE in trained]):
+            r_NBB = method.rotation({"oft_R": torch.cat(group_NE)}).to(dtype)
+            yield from r_NBB.split([len(entries_NE) for entries_NE in group_NE])
 
     def inputs(self, x_TI: torch.Tensor, slots: Slots) -> list[torch.Tensor]:
         """Rotated activations; shape and dtype of ``x``."""
@@ -51,3 +60,15 @@ class OFTLinear(SlottedLinear):
         for slot in SLOTS:
             rotated_TI = torch.where(slots == slot, oft.rotate(x_TI, self.slots[slot][0][index]), rotated_TI)
         return rotated_TI
+
+
+def _groups(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The tensors in order, in groups of up to ``ENTRIES_TOGETHER`` elements, or of one."""
+    group: list[torch.Tensor] = []
+    for tensor in tensors:
+        if group and sum(map(torch.numel, group)) + tensor.numel() > ENTRIES_TOGETHER:
+            yield group
+            group = []
+        group.append(tensor)
+    if group:
+        yield group

@@ -1,5 +1,6 @@
 """The payload: exact, tamper-evident, as small as the adapter, and refused with every problem named."""
 
+import hashlib
 import json
 
 import pytest
@@ -81,6 +82,17 @@ def test_shared_parts_outside_a_projection_are_refused(shared):
     metadata = {METADATA_KEY: adapter.config.to_peft_json(), SHARED_KEY: shared}
     with pytest.raises(AdapterError, match=SHARED_KEY):
         Adapter.decode(safetensors.torch.save(dict(adapter.tensors), metadata=metadata))
+
+
+@pytest.mark.parametrize("sizes", [(), (3, 5), (70_000, 3, 500_000, 1, 80_000)])
+def test_digest_is_that_of_all_pieces_in_a_row(sizes):
+    """However many of them are hashed together."""
+    tensors = {f"t{index}": torch.arange(float(size)).bfloat16() for index, size in enumerate(sizes)}
+    config = AdapterConfig()
+    pieces = [config.to_peft_json().encode()]
+    for name, tensor in tensors.items():
+        pieces += [f"{name}|torch.bfloat16|({tensor.numel()},)|".encode(), tensor.view(torch.uint8).numpy().tobytes()]
+    assert Adapter(tensors, config).digest() == hashlib.sha256(b"".join(pieces)).hexdigest()
 
 
 def test_digest_depends_on_every_bit():

@@ -82,8 +82,7 @@ def make(method: AdapterMethod, kind: str, batch: BatchSlots) -> tuple[ExpertAda
     for slot in SLOTS:
         version = adapter(method, slot, [None] if kind == "shared" else list(range(EXPERTS)), kind != "split")
         assert [problem for linear in linears for problem in linear.problems(version)] == []
-        for linear in linears:
-            linear.write(slot, linear.prepare(version))
+        SlottedLinear.write(slot, linears, type(linears[0]).prepare(linears, version))
     return own, linears
 
 

@@ -11,6 +11,7 @@ from orbit_kernels.wire import Adapter, AdapterError
 from orbit_sglang.config import SlotsConfig
 from orbit_sglang.sharding import shares
 from orbit_sglang.slots import BatchSlots, SlotBank
+from orbit_sglang.slotted import oft
 
 WIDTH, BLOCK = 64, 16
 PARTS = ("q_proj", "k_proj", "v_proj")
@@ -92,6 +93,17 @@ def test_every_slot_of_a_mixed_batch_equals_the_specification(method, fused, dty
         assert (mixed_TO[row] - expected_TO).abs().max() <= tolerance
         if slot:
             assert (expected_TO - base_TO).abs().max() > 4 * tolerance
+
+
+def test_rotations_computed_together_are_bitwise_those_computed_alone(monkeypatch):
+    model, bank = served(METHODS["oft"], "split", torch.float32)
+    one = adapter(METHODS["oft"], 1, tied=False)
+    bank.prepare(one.encode()).write(1)
+    monkeypatch.setattr(oft, "ENTRIES_TOGETHER", 1)
+    bank.prepare(one.encode()).write(2)
+    (linear,) = bank.slotted_linears
+    alone = torch.stack([METHODS["oft"].rotation(one.module_tensors(part)) for part in PARTS])
+    assert torch.equal(linear.slots[1][0], alone) and torch.equal(linear.slots[2][0], alone)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
