@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orbit_kernels.wire import error_body
+from orbit_sglang.refusals import serve_or_refuse
 from orbit_sglang.versions import REQUESTED_VERSION_KEY
 
 NATIVE_PATH = "/generate"
@@ -45,6 +46,9 @@ class VersionInBody:
             except (ValueError, RecursionError) as error:
                 problem = "the body is nested too deeply" if isinstance(error, RecursionError) else str(error)
                 await JSONResponse(error_body("bad_body", problem), 400)(scope, receive, send)
+                return
+            if REQUESTED_VERSION_KEY.encode() in body:
+                await serve_or_refuse(self._app, scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -20,6 +20,7 @@ from orbit_sglang import forward, hooks, messages
 from orbit_sglang.config import SlotsConfig
 from orbit_sglang.metrics import SlotMetrics
 from orbit_sglang.ranks import Ranks
+from orbit_sglang.refusals import VersionNotHeld
 from orbit_sglang.slots import SlotBank
 from orbit_sglang.staging import StageJob, StageOutcome
 from orbit_sglang.versions import BASE_SLOT, REQUESTED_VERSION_KEY, Conflict, SlotVersions
@@ -119,9 +120,9 @@ class SlotScheduler:
         is_int = isinstance(version, int) and not isinstance(version, bool)
         slot = self._versions.slot_of(version) if is_int else None
         if slot is None:
-            req.set_finish_with_abort(
-                f"orbit_version {version!r}: must be one of the live versions {self._versions.versions}"
-            )
+            refusal = VersionNotHeld(version, self._versions.versions)
+            req.set_finish_with_abort(refusal.message)
+            req.to_finish = refusal
             version, slot = BASE_VERSION, BASE_SLOT
         return RequestVersion(version, slot, chosen=requested is not None, base_key=req.extra_key)
 

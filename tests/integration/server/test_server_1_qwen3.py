@@ -78,13 +78,41 @@ def test_openai_routes_report_versions_and_honour_the_choice(qwen3, route, field
     assert texts[version] != texts[0]
 
 
-@pytest.mark.parametrize("requested", [999, -1, "1", True, 1.0])
-def test_a_version_that_is_not_live_is_refused(qwen3, requested):
-    body = {"input_ids": PROMPT, "orbit_version": requested, "sampling_params": {"max_new_tokens": 4}}
-    answer = qwen3.post("/generate", body)
-    assert answer.status_code == 400 and "must be one of the live versions" in answer.text
-    answer = qwen3.post("/v1/completions", {"model": "m", "prompt": TEXT, "orbit_version": requested})
-    assert answer.status_code == 400 and "must be one of the live versions" in answer.text
+BODIES = {
+    "/generate": {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 4}},
+    "/v1/completions": {"model": "m", "prompt": TEXT, "max_tokens": 4},
+    "/v1/chat/completions": {"model": "m", "messages": [{"role": "user", "content": TEXT}], "max_tokens": 4},
+}
+
+
+def assert_not_held(answer, qwen3) -> None:
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error.keys() == {"code", "message", "detail"} and error["code"] == "version_not_held"
+    assert "must be one of the live versions" in error["message"]
+    assert error["detail"] == {"versions": qwen3.status()["versions"]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", BODIES)
+def test_a_version_that_is_not_live_is_refused(qwen3, route, stream):
+    for requested in (999, -1, "1", True, 1.0):
+        answer = qwen3.post(route, {**BODIES[route], "orbit_version": requested, "stream": stream})
+        assert_not_held(answer, qwen3)
+
+
+def test_one_version_of_a_batch_that_is_not_live_refuses_the_batch(qwen3):
+    params = [{"max_new_tokens": 4, "custom_params": {"orbit_version": version}} for version in (0, 999)]
+    assert_not_held(qwen3.post("/generate", {"input_ids": [PROMPT] * 2, "sampling_params": params}), qwen3)
+
+
+@pytest.mark.parametrize("route, shape", [("/generate", {"error"}), ("/v1/completions", {"object", "message", "type"})])
+def test_other_errors_of_a_request_that_names_a_version_stay_those_of_sglang(qwen3, route, shape):
+    too_long = {"input_ids": [3] * 20000} if route == "/generate" else {"prompt": [3] * 20000}
+    errors = [qwen3.post(route, {**BODIES[route], **too_long, **choice}) for choice in ({}, {"orbit_version": 0})]
+    assert [answer.status_code for answer in errors] == [400, 400]
+    assert errors[0].json() == errors[1].json() and errors[1].json().keys() >= shape
+    assert "version_not_held" not in errors[1].text
 
 
 def test_base_and_two_versions_in_one_batch(qwen3):
