@@ -9,6 +9,7 @@ import httpx
 
 RETRY_PAUSE_S = 0.25
 MAX_RETRY_PAUSE_S = 2.0
+ALREADY_SEEN = "version_not_new"
 WAITS_FOR_THE_SLOT = ("slot_in_use", "staging_in_progress")
 
 
@@ -49,7 +50,7 @@ class SlotClient:
         self._attempts = attempts
 
     async def stage(self, version: int, payload: bytes, digest: str) -> dict[str, Any]:
-        """Put a version into the inactive slot and check that what arrived is what was sent.
+        """Put a version into the inactive slot and check that what arrived is what was sent; done if a slot holds it already.
 
         Raises:
             SlotError: refused, unreachable until the deadline, or the digests differ.
@@ -71,7 +72,7 @@ class SlotClient:
 
     async def _call(self, path: str, version: int, **request) -> dict[str, Any]:
         deadline, pause_s = time.monotonic() + self._timeout_s, RETRY_PAUSE_S
-        failures, final = 0, False
+        failures, final, may_be_done = 0, False, False
         async with httpx.AsyncClient(base_url=f"http://{self.address}", trust_env=False) as http:
             while True:
                 try:
@@ -80,10 +81,12 @@ class SlotClient:
                     problem = refusal
                     failures += refusal.status >= 500
                     final = not refusal.may_pass
+                    may_be_done = failures > 0 or refusal.code == ALREADY_SEEN
                 except httpx.TransportError as error:
                     problem = f"no answer: {type(error).__name__} {error}".strip()
                     failures += 1
-                if failures and (answer := await self._already_done(http, path, version)):
+                    may_be_done = True
+                if may_be_done and (answer := await self._already_done(http, path, version)):
                     return answer
                 if final or failures >= self._attempts or time.monotonic() + pause_s >= deadline:
                     break
@@ -98,15 +101,15 @@ class SlotClient:
         raise _refusal(response)
 
     async def _already_done(self, http: httpx.AsyncClient, path: str, version: int) -> dict[str, Any] | None:
-        """What the answer would have been, when a request took effect but its answer was lost."""
+        """What the answer would have been, when a request took effect earlier, or its answer was lost."""
         try:
             response = await _send(http, "GET", "/orbit/status", RETRY_PAUSE_S * 4)
             status = response.json() if response.is_success else {}
         except httpx.TransportError:
             return None
         if path.endswith("stage"):
-            staged = (slot for slot in status.get("slots", ()) if slot["state"] == "staged")
-            return next((slot for slot in staged if slot["version"] == version), None)
+            held = (slot for slot in status.get("slots", ()) if slot["state"] in ("staged", "active"))
+            return next((slot for slot in held if slot["version"] == version), None)
         if status.get("active_version") != version:
             return None
         return {**status, "pause_ms": status["last_activate_pause_ms"]}

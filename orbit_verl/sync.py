@@ -5,6 +5,7 @@ Nothing is aborted, resubmitted or paused: servers keep generating while a versi
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import ray
@@ -14,7 +15,7 @@ from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
 
 from orbit_kernels.wire import Adapter
 from orbit_verl.config import SlotSettings
-from orbit_verl.slot_client import SlotClient
+from orbit_verl.slot_client import SlotClient, SlotError
 
 BACKEND = "orbit"
 
@@ -51,17 +52,18 @@ class OrbitCheckpointEngine(CheckpointEngine):
             The ``orbit/sync/*`` and ``orbit/version/served`` metrics; empty on other ranks than the first.
 
         Raises:
-            SlotError: a server refused the version or did not answer; versions that were active stay active where the
-                activation had not happened yet.
+            SlotError: a server refused the version or did not answer. While one has not staged it none activates it;
+                one that cannot activate it stays a version behind the others, and the message says which. Sending this
+                version again, or the next one, brings all to the same.
         """
         if not self.is_master:
             return {}
         version, started = version_of(global_steps), time.perf_counter()
         payload, digest = weights.encode(), weights.digest()
         encoded = time.perf_counter()
-        await asyncio.gather(*(client.stage(version, payload, digest) for client in self._clients))
+        await self._on_every_server(version, lambda client: client.stage(version, payload, digest))
         staged = time.perf_counter()
-        answers = await asyncio.gather(*(client.activate(version, self._slots.inflight) for client in self._clients))
+        answers = await self._on_every_server(version, lambda client: client.activate(version, self._slots.inflight))
         return {
             "orbit/sync/bytes": len(payload),
             "orbit/sync/export_s": encoded - started,
@@ -71,8 +73,26 @@ class OrbitCheckpointEngine(CheckpointEngine):
             **self._utilization(answers),
         }
 
+    async def _on_every_server(
+        self, version: int, call: Callable[[SlotClient], Awaitable[dict[str, Any]]]
+    ) -> list[dict[str, Any]]:
+        """The answers of all servers. All have ended, well or not, before a failure is raised: nothing is left running."""
+        outcomes = await asyncio.gather(*map(call, self._clients), return_exceptions=True)
+        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        if not failures:
+            return outcomes
+        if other := next((failure for failure in failures if not isinstance(failure, SlotError)), None):
+            raise other
+        active = [
+            client.address
+            for client, outcome in zip(self._clients, outcomes, strict=True)
+            if not isinstance(outcome, SlotError) and outcome.get("active_version") == version
+        ]
+        where = f"only on {', '.join(active)}, until the next sync" if active else "on no server"
+        raise SlotError(f"version {version} is active {where}: {'; '.join(map(str, failures))}")
+
     def _utilization(self, answers: list[dict[str, Any]]) -> dict[str, float]:
-        """Share of the time since the last activation in which the servers had requests, averaged over servers."""
+        """Share of the time since the last activation in which servers had requests: on average, and the idlest one's."""
         now, shares = time.perf_counter(), []
         for client, answer in zip(self._clients, answers, strict=True):
             busy_s = answer["busy_s"]
@@ -80,7 +100,12 @@ class OrbitCheckpointEngine(CheckpointEngine):
                 last_busy_s, last = self._busy[client.address]
                 shares.append(min(1.0, (busy_s - last_busy_s) / (now - last)))
             self._busy[client.address] = (busy_s, now)
-        return {"orbit/rollout_utilization": sum(shares) / len(shares)} if shares else {}
+        if not shares:
+            return {}
+        return {
+            "orbit/rollout_utilization": sum(shares) / len(shares),
+            "orbit/rollout_utilization_min": min(shares),
+        }
 
     def prepare(self) -> dict[str, Any]:
         """Nothing to allocate."""

@@ -1,4 +1,4 @@
-"""Asynchronous runs on a BF16 base: servers generate while the trainer trains, and versions change under them."""
+"""Asynchronous runs on a BF16 base: two servers generate while the trainer trains, and versions change under them."""
 
 import re
 import signal
@@ -32,6 +32,7 @@ def run(train, model, tmp_path_factory):
         model,
         tmp_path_factory.mktemp("async"),
         *ASYNC,
+        "actor_rollout_ref.rollout.n_gpus_per_node=2",
         "trainer.total_training_steps=6",
         "trainer.test_freq=3",
         "orbit.adapter.fused=split",
@@ -58,6 +59,12 @@ def test_a_version_behind_is_far_off(run):
 def test_versions_grow_by_one_and_samples_lag_little(run):
     assert [step["orbit/version/served"] for step in run.steps] == [2, 3, 4, 5, 6, 7]
     assert all(0 <= step["orbit/staleness/max"] <= 2 for step in run.steps)
+
+
+def test_both_servers_answer_and_are_served_every_version(run):
+    """``served`` is the oldest of their active versions."""
+    assert "orbit: 25 tensors of the base are equal, trainer ranks: 1, servers: 2" in run.log
+    assert max(step["orbit/rollout_utilization_min"] for step in run.steps) > 0
 
 
 def test_nothing_was_aborted(run):
