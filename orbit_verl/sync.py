@@ -86,7 +86,8 @@ class OrbitCheckpointEngine(CheckpointEngine):
         active = [
             client.address
             for client, outcome in zip(self._clients, outcomes, strict=True)
-            if not isinstance(outcome, SlotError) and outcome.get("active_version") == version
+            if isinstance(outcome, dict)
+            and (outcome.get("active_version") == version or outcome.get("state") == "active")
         ]
         where = f"only on {', '.join(active)}, until the next sync" if active else "on no server"
         raise SlotError(f"version {version} is active {where}: {'; '.join(map(str, failures))}")
