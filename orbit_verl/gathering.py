@@ -40,10 +40,11 @@ def whole_tensor(held: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     dim = divided_dim(held.shape, shape)
     if dim is None:
         return held.detach().clone()
-    own = held.detach().to(get_device_id()).contiguous()
+    # As bytes: gloo has no 8-bit floats, and NCCL not all of them.
+    own = held.detach().to(get_device_id()).contiguous().view(torch.uint8)
     parts = [torch.empty_like(own) for _ in range(mpu.get_tensor_model_parallel_world_size())]
     dist.all_gather(parts, own, group=mpu.get_tensor_model_parallel_group())
-    return torch.cat(parts, dim)
+    return torch.cat(parts, dim).view(held.dtype)
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:

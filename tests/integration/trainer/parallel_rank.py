@@ -72,7 +72,7 @@ TP, TP_EP, TP_ETP, PP = (
 TWO = [
     *(Case("dense", adapter, **sizes) for sizes in (TP, PP) for adapter in ("oft", "oft_split", "lora")),
     *(Case("tied", **sizes) for sizes in (TP, PP)),
-    *(Case(base, **TP) for base in ("int4", "bf16")),
+    *(Case(base, **TP) for base in ("int4", "fp8_ue8m0", "nvfp4", "bf16")),
     *(Case("moe", adapter, **sizes) for sizes in (TP, TP_EP, TP_ETP, PP) for adapter in ("oft", "oft_shared", "lora")),
     *(Case("latent", adapter, **sizes) for sizes in (TP, TP_EP, TP_ETP) for adapter in ("oft", "lora")),
     Case("moe", pipeline=2, last_stage=1),

@@ -34,6 +34,7 @@ from orbit_verl.engine_config import OrbitEngineConfig
 
 SCRIPT = Path(__file__).with_name("parallel_rank.py")
 FP32, BF16 = torch.float32, torch.bfloat16
+QUANTISED = ("int4", "fp8_ue8m0", "nvfp4")
 STAGES_ALONE = [Case("", pipeline=2, last_stage=layers).sizes for layers in (None, 1)]
 CASES = [(case, 2) for case in TWO] + [(case, 4) for case in FOUR]
 
@@ -51,7 +52,8 @@ def folders(tmp_path_factory) -> dict[str, str]:
     write_moe(root / "moe", FP32, num_hidden_layers=4)
     write_moe(root / "wide", FP32, num_hidden_layers=4, intermediate_size=128)
     write_deepseek(root / "latent", FP32, num_hidden_layers=2)
-    quantize(root / "wide", weight_format("int4", FP32), root / "int4")
+    for name in QUANTISED:
+        quantize(root / "wide", weight_format(name, FP32), root / name)
     names = {path.name: str(path) for path in root.iterdir()}
     for case in RESUMED:
         folder = root / f"{case.base}_checkpoint"
@@ -142,7 +144,7 @@ def test_log_probs(out, one, folders, case, num_ranks):
     limit = 0.2 if case.base == "bf16" else 1e-5
     for kind in ("log_probs", "base"):
         assert max_difference(rows(found, kind), expected[kind]) <= (0 if case.sizes in STAGES_ALONE else limit)
-    if case.base not in ("bf16", "int4"):
+    if case.base not in ("bf16", *QUANTISED):
         reference = reference_log_probs(load_reference(Path(folders[case.base]), FP32), sequences())
         assert max_difference(rows(found, "base"), reference) < 1e-5
         assert max_difference(rows(found, "log_probs"), reference) > 1e-2
