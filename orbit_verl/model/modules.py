@@ -68,6 +68,6 @@ class FrozenGPTModel(GPTModel):
     def _preprocess(self, *args: Any, **kwargs: Any) -> tuple:
         """Megatron-Core's, whose recomputed layers have gradients only where their input has one; embeddings are frozen."""
         embedded_SBD, *others = super()._preprocess(*args, **kwargs)
-        if self.config.recompute_granularity == "full" and embedded_SBD is not None and torch.is_grad_enabled():
+        if self.config.recompute_granularity is not None and embedded_SBD is not None and torch.is_grad_enabled():
             embedded_SBD.requires_grad_()
         return embedded_SBD, *others

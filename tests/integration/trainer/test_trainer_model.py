@@ -9,8 +9,11 @@ from trainer_support import (
     Tokenizer,
     load_reference,
     log_probs,
+    make_batch,
     make_engine,
     max_difference,
+    nll,
+    randomise,
     sequences,
     write_checkpoint,
 )
@@ -18,6 +21,7 @@ from transformers import AutoConfig
 from verl.trainer.config import CheckpointConfig
 from verl.workers.config import HFModelConfig, McoreOptimizerConfig
 
+from orbit_kernels.fusing import GATE_UP
 from orbit_verl.config import BaseSettings
 from orbit_verl.engine import OrbitEngine
 from orbit_verl.engine_config import OrbitEngineConfig
@@ -208,6 +212,29 @@ def test_unknown_transformer_override_is_refused(checkpoints):
     engine = build_engine(checkpoints["qwen3", FP32], {"override_transformer_config": {"orbit": {}}})
     with pytest.raises(ValueError, match=r"override_transformer_config \['orbit'\]"):
         engine.initialize()
+
+
+@pytest.mark.parametrize("field", ["sequence_parallel", "pipeline_model_parallel_size", "context_parallel_size"])
+def test_what_follows_from_the_sizes_is_no_transformer_override(checkpoints, field):
+    engine = build_engine(checkpoints["qwen3", FP32], {"override_transformer_config": {field: 2}})
+    with pytest.raises(ValueError, match=rf"override_transformer_config \['{field}'\]: follow from the sizes"):
+        engine.initialize()
+
+
+def test_recomputed_mlps_have_gradients_where_attention_has_no_adapter(checkpoints):
+    """Neither frozen embeddings nor frozen attention give the first layer's MLP an input with a gradient."""
+    found = []
+    for overrides in ({}, {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}):
+        options = {"engine": {"override_transformer_config": overrides}, "target_modules": GATE_UP}
+        engine = make_engine(checkpoints["qwen3", FP32], **options)
+        randomise(engine)
+        with engine.train_mode(zero_grad_on_exit=False):
+            engine.forward_backward_batch(make_batch(sequences()), nll)
+        found.append(engine.optimizer.gradients())
+    kept, recomputed = found
+    assert recomputed.keys() == kept.keys()
+    for name, gradient in kept.items():
+        assert gradient.any() and (recomputed[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
 def test_forward_only_engine_infers_without_an_optimizer(checkpoints):
