@@ -44,13 +44,13 @@ class OrbitEngineConfig(McoreEngineConfig):
     @property
     def parallel_sizes(self) -> ParallelSizes:
         """How many ways the model is divided."""
-        uneven = {f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")}
         return ParallelSizes(
             tensor=self.tensor_model_parallel_size,
             pipeline=self.pipeline_model_parallel_size,
             expert=self.expert_model_parallel_size,
             expert_tensor=self.expert_tensor_parallel_size,
-            uneven_stages=not uneven.isdisjoint(self.override_transformer_config),
+            first_stage=self.override_transformer_config.get("num_layers_in_first_pipeline_stage"),
+            last_stage=self.override_transformer_config.get("num_layers_in_last_pipeline_stage"),
         )
 
 

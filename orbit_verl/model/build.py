@@ -24,7 +24,7 @@ from orbit_verl.config import BaseSettings
 from orbit_verl.model.architecture import DecoderArchitecture
 from orbit_verl.model.attention import CausalAttention
 from orbit_verl.model.latent_attention import FrozenLatentAttention
-from orbit_verl.model.layout import ParallelLayout, ParallelSizes, Ranks
+from orbit_verl.model.layout import MEGATRON, ParallelLayout, ParallelSizes, Ranks
 from orbit_verl.model.linear import FrozenLinear, FrozenQKVLinear
 from orbit_verl.model.modules import FrozenGPTModel, RMSNorm, residual_sum
 from orbit_verl.model.moe import FrozenExpert, FrozenMoE, SharedExpert
@@ -46,6 +46,8 @@ from orbit_verl.model.tensors import (
 logger = logging.getLogger(__name__)
 
 UNDIVIDED = ParallelSizes()
+# Fields of TransformerConfig that this module leaves alone although a run divides its model so.
+_DIVIDED_ELSEWHERE = ("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
 
 
 def transformer_config(
@@ -59,13 +61,19 @@ def transformer_config(
         overrides: further TransformerConfig fields, e.g. ``recompute_granularity``; ``params_dtype`` may widen the base.
 
     Raises:
-        ValueError: an override names no field of TransformerConfig.
+        ValueError: an override names no field of TransformerConfig, or one that follows from ``sizes``.
     """
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     unknown = sorted(overrides.keys() - known)
     if unknown:
         raise ValueError(f"override_transformer_config {unknown}: no such field of Megatron-Core's TransformerConfig")
-    fields = _base_fields(architecture) | _parallel_fields(sizes) | dict(overrides)
+    divided = _parallel_fields(sizes)
+    if fixed := sorted(overrides.keys() & {*divided, *_DIVIDED_ELSEWHERE}):
+        raise ValueError(
+            f"override_transformer_config {fixed}: follow from the sizes that divide the model; leave them out and set "
+            f"{MEGATRON}.*_parallel_size"
+        )
+    fields = _base_fields(architecture) | divided | dict(overrides)
     if isinstance(fields["params_dtype"], str):
         fields["params_dtype"] = getattr(torch, fields["params_dtype"])
     return TransformerConfig(**fields)

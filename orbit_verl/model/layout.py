@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 MEGATRON = "actor_rollout_ref.actor.megatron"
 TENSOR, PIPELINE, EXPERT = (f"{MEGATRON}.{key}_model_parallel_size" for key in ("tensor", "pipeline", "expert"))
 EXPERT_TENSOR = f"{MEGATRON}.expert_tensor_parallel_size"
+STAGE = f"{MEGATRON}.override_transformer_config.num_layers_in_{{}}_pipeline_stage"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,14 +94,15 @@ class ParallelSizes:
 
     Args:
         tensor, pipeline, expert, expert_tensor: the sizes.
-        uneven_stages: whether the run says how many layers the first or the last stage has.
+        first_stage, last_stage: layers of these stages; None where they have as many as the stages between them.
     """
 
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
     expert_tensor: int = 1
-    uneven_stages: bool = False
+    first_stage: int | None = None
+    last_stage: int | None = None
 
     def check(self, num_layers: int, num_experts: int, num_ranks: int) -> None:
         """Hold the sizes against a model and the trainer's ranks.
@@ -124,12 +126,7 @@ class ParallelSizes:
                 f"{EXPERT_TENSOR}={self.expert_tensor}: must be 1, which keeps each expert whole, or {self.tensor} as "
                 "tensor_model_parallel_size, whose ranks then divide each"
             )
-        if num_layers % self.pipeline and not self.uneven_stages:
-            key = f"{MEGATRON}.override_transformer_config.num_layers_in_last_pipeline_stage"
-            raise ValueError(
-                f"{PIPELINE}={self.pipeline}: {num_layers} layers cannot be divided evenly; choose one of "
-                f"{_divisors(num_layers)}, or set {key}"
-            )
+        self._check_stages(num_layers)
         for key, size, others in (TENSOR, self.tensor, 1), (EXPERT, self.expert, self.expert_tensor):
             together = size * others * self.pipeline
             if num_ranks % together:
@@ -138,6 +135,25 @@ class ParallelSizes:
                     f"trainer's {num_ranks} ranks cannot be divided into groups of {together}, the product; choose sizes whose "
                     f"product is one of {_divisors(num_ranks)}, or another trainer.n_gpus_per_node or trainer.nnodes"
                 )
+
+    def _check_stages(self, num_layers: int) -> None:
+        ends = {STAGE.format(end): size for end, size in (("first", self.first_stage), ("last", self.last_stage))}
+        chosen = {key: size for key, size in ends.items() if size is not None}
+        if not chosen:
+            if num_layers % self.pipeline:
+                raise ValueError(
+                    f"{PIPELINE}={self.pipeline}: {num_layers} layers cannot be divided evenly; choose one of "
+                    f"{_divisors(num_layers)}, or set {STAGE.format('last')}"
+                )
+            return
+        others, layers = self.pipeline - len(chosen), num_layers - sum(chosen.values())
+        fits = others >= 0 and (layers >= others and layers % others == 0 if others else layers == 0)
+        if min(chosen.values()) < 1 or not fits:
+            raise ValueError(
+                f"{', '.join(f'{key}={size}' for key, size in chosen.items())}: of {num_layers} layers in "
+                f"{PIPELINE}={self.pipeline} stages, {layers} are left for the other {others}; each stage must have at least one, "
+                "and the others equally many"
+            )
 
 
 def _divisors(number: int) -> list[int]:

@@ -61,6 +61,16 @@ MOE = architecture(
             (61, 8, 2),
             "pipeline_model_parallel_size=2: 61 layers cannot be divided evenly; choose one of [1, 61], or set",
         ),
+        (
+            {"pipeline": 2, "last_stage": 7},
+            (4, 0, 2),
+            "num_layers_in_last_pipeline_stage=7: of 4 layers in actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2 "
+            "stages, -3 are left for the other 1",
+        ),
+        ({"pipeline": 2, "last_stage": 4}, (4, 0, 2), "0 are left for the other 1; each stage must have at least one"),
+        ({"pipeline": 4, "first_stage": 1}, (6, 0, 4), "5 are left for the other 3"),
+        ({"pipeline": 2, "first_stage": 1, "last_stage": 1}, (4, 0, 2), "2 are left for the other 0"),
+        ({"last_stage": 1, "first_stage": 1}, (2, 0, 1), "0 are left for the other -1"),
         ({"tensor": 4, "pipeline": 2}, (2, 0, 4), "ranks cannot be divided into groups of 8, the product"),
         (
             {"tensor": 2, "expert": 4, "expert_tensor": 2},
@@ -76,7 +86,9 @@ def test_sizes_that_do_not_fit_are_refused(sizes, model, message):
 
 def test_sizes_that_fit():
     ParallelSizes(tensor=2, expert=4, pipeline=2).check(2, 8, 8)
-    ParallelSizes(pipeline=2, uneven_stages=True).check(61, 384, 2)
+    ParallelSizes(pipeline=2, last_stage=30).check(61, 384, 2)
+    ParallelSizes(pipeline=2, first_stage=1, last_stage=3).check(4, 0, 2)
+    ParallelSizes(pipeline=4, first_stage=2, last_stage=3).check(61, 384, 4)
 
 
 @pytest.mark.parametrize(
