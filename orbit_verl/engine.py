@@ -124,7 +124,8 @@ class OrbitEngine(MegatronEngineWithLMHead):
 
         On a CPU, attention rounds as it did in the server (``orbit_verl.model.attention``).
         """
-        batch = next(batch_iter)
+        # Recorded experts are put beside the routers' own choice, on the model's device.
+        batch = next(batch_iter).to(get_device_id())
         arguments = (iter([batch]), model, logits_processor_func, postprocess_micro_batch_func)
         with self._routing(batch), _attending(batch):
             return super().forward_step(*arguments)
