@@ -72,7 +72,7 @@ class OrbitActorWorker(DetachActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def base_manifest(self, cuts: Mapping[str, Sequence[Cut]]) -> BaseManifest:
-        """Formats and digests of the frozen tensors of this rank's expert group, some in parts; see ``BaseManifest.of``."""
+        """Formats and digests of the frozen tensors of all ranks, some in parts; see ``OrbitEngine.base_manifest``."""
         return self.actor.engine.base_manifest(cuts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
