@@ -10,7 +10,7 @@ import torch
 
 from orbit_kernels.adapter import AdapterConfig
 from orbit_kernels.fusing import LATENTS
-from orbit_kernels.names import EXPERTS
+from orbit_kernels.names import EXPERTS, without_expert
 from orbit_kernels.share import Share
 from orbit_verl.model.architecture import DecoderArchitecture
 from orbit_verl.model.layout import TENSOR, ParallelLayout, ParallelSizes, Ranks
@@ -34,21 +34,20 @@ def check_tensor_parallel(architecture: DecoderArchitecture, sizes: ParallelSize
     Raises:
         ValueError: heads, vocabulary, a block of weights or a block of an adapter would be cut; names the first.
     """
-    size, counts = (
-        sizes.tensor,
-        {
-            "attention heads": architecture.num_heads,
-            "key and value heads": architecture.num_heads if architecture.latent else architecture.num_kv_heads,
-            "tokens of the vocabulary": architecture.vocab_size,
-        },
-    )
+    size = sizes.tensor
+    counts = {
+        "attention heads": architecture.num_heads,
+        "key and value heads": architecture.num_heads if architecture.latent else architecture.num_kv_heads,
+        "tokens of the vocabulary": architecture.vocab_size,
+    }
     for what, count in counts.items():
         if count % size:
             raise ValueError(f"{TENSOR}={size}: {count} {what} cannot be divided evenly; choose a divisor, e.g. 1")
     alike: dict[tuple, str] = {}
     for module, weight_format in linear_formats(architecture).items():
         share = linear_share(architecture, module, _rank(sizes, size - 1))
-        alike.setdefault((share, weight_format, adapter.targets(module)), module)
+        targeted = adapter.targets(module) or adapter.targets(without_expert(module))
+        alike.setdefault((share, weight_format, targeted), module)
     for (last, weight_format, targeted), module in alike.items():
         stored = {leaf: spec.shape for leaf, spec in weight_format.specs(*last.shape).items()}
         for share in (linear_share(architecture, module, _rank(sizes, rank)) for rank in range(size)):

@@ -110,6 +110,13 @@ def test_cuts_that_do_not_fit_are_refused(model, size, adapter, message):
         check_tensor_parallel(model, ParallelSizes(tensor=size), adapter)
 
 
+def test_a_cut_through_a_block_that_experts_share_is_refused():
+    shared = dataclasses.replace(OFT, target_modules=("q_proj", "experts.down_proj"))
+    check_tensor_parallel(MOE, ParallelSizes(tensor=2), shared)
+    with pytest.raises(ValueError, match="experts.0.down_proj: columns 0 to 24: a boundary cuts an OFT block"):
+        check_tensor_parallel(MOE, ParallelSizes(tensor=2, expert_tensor=2), shared)
+
+
 def test_lora_may_be_cut_anywhere():
     check_tensor_parallel(architecture(intermediate_size=80), ParallelSizes(tensor=2), LORA)
 
