@@ -75,7 +75,19 @@ def test_log_probs_are_those_of_transformers_with_these_experts(folders, family,
     assert engine.replay.metrics() == {}
 
 
-@pytest.mark.parametrize("recompute", [{}, RECOMPUTE], ids=["kept", "recomputed"])
+def test_sequences_padded_to_the_longest_of_all_micro_batches(folders):
+    engine, tokens = replaying(folders["qwen3"], packed=False, engine={"pad_bshd_to_minibatch_max": True}), sequences()
+    records = random_record(tokens)
+    expected = log_probs(replaying(folders["qwen3"]), tokens, records=records)
+    assert max_difference(log_probs(engine, tokens, records=records, micro_batch=1), expected) < 1e-5
+    assert max_difference(log_probs(engine, tokens), expected) > 1e-2
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [{}, RECOMPUTE, {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}],
+    ids=["kept", "recomputed", "experts recomputed"],
+)
 def test_gradients_are_those_of_merged_weights_with_these_experts(folders, recompute):
     """Layers that are computed again in backward take the same experts again, of each micro-batch its own."""
     engine = replaying(folders["qwen3"], engine={"override_transformer_config": recompute})
