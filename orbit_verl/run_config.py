@@ -82,10 +82,7 @@ def read_orbit_config(config: DictConfig) -> OrbitConfig:
     """
     for key in _keys(config.orbit, "orbit"):
         check_key(key)
-    try:
-        return omega_conf_to_dataclass(config.orbit)
-    except Exception as error:  # Hydra wraps the ValueError of a dataclass in its own type
-        raise ValueError(str(error.__cause__ or error)) from error
+    return _instantiated(config.orbit)
 
 
 def read_model_config(config: DictConfig) -> dict[str, Any]:
@@ -102,6 +99,14 @@ def read_model_config(config: DictConfig) -> dict[str, Any]:
             "give the folder of a Hugging Face checkpoint on this machine"
         )
     return json.loads(file.read_text())
+
+
+def _instantiated(group: DictConfig) -> Any:
+    """The dataclass of a group, which checks its values."""
+    try:
+        return omega_conf_to_dataclass(group)
+    except Exception as error:  # Hydra wraps the ValueError of a dataclass in its own type
+        raise ValueError(str(error.__cause__ or error)) from error
 
 
 def _model_path(config: DictConfig) -> Path:
@@ -286,7 +291,7 @@ def _check_base(config: DictConfig, settings: AdapterSettings) -> None:
     """Refuse what does not fit the model: a layout, an adapter, or files that do not hold what ``config.json`` says."""
     path = _model_path(config)
     architecture = DecoderArchitecture.from_hf(AutoConfig.from_pretrained(path))
-    sizes = omega_conf_to_dataclass(config.actor_rollout_ref.actor.megatron).parallel_sizes
+    sizes = _instantiated(config.actor_rollout_ref.actor.megatron).parallel_sizes
     num_ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
     sizes.check(architecture.num_layers, architecture.num_experts, num_ranks)
     _compare_tensor_parallelism(config, sizes.tensor, architecture)

@@ -222,9 +222,16 @@ def test_a_lora_rank_below_one_is_refused(run_config):
 
 
 def test_parallel_layouts_that_do_not_exist_are_refused(run_config):
-    config = run_config("actor_rollout_ref.actor.megatron.context_parallel_size=2")
-    with pytest.raises(Exception, match="context_parallel_size=2: not implemented"):
-        omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    with pytest.raises(
+        ValueError, match=r"^actor_rollout_ref\.actor\.megatron\.context_parallel_size=2: not implemented"
+    ):
+        resolve(run_config("actor_rollout_ref.actor.megatron.context_parallel_size=2"))
+    stage = "actor_rollout_ref.actor.megatron.override_transformer_config.num_layers_in_last_pipeline_stage"
+    stages = ("actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2", "trainer.n_gpus_per_node=2")
+    with pytest.raises(ValueError, match=f"{stage}=2: of 1 layers in .*=2 stages, -1 are left for the other 1"):
+        resolve(run_config(*stages, f"+{stage}=2"))
+    with pytest.raises(ValueError, match="pipeline_model_parallel_size=2: 1 layers cannot be divided evenly"):
+        resolve(run_config(*stages, f"+{stage}=null"))
 
 
 def test_a_trainer_that_is_divided_otherwise_than_the_servers_is_told_so(run_config, model, caplog):
