@@ -50,8 +50,8 @@ class TrainerAdapter:
         layout: what this rank holds.
 
     Raises:
-        ValueError: the targets match no linear, none of this rank's, or only some experts of a layer; the method cannot adapt
-            one of them, or ``fused="tied"`` asks OFT to rotate only some parts of a fused projection.
+        ValueError: the targets match no linear, or only some experts of a layer; the method cannot adapt one of them, or
+            ``fused="tied"`` asks OFT to rotate only some parts of a fused projection.
     """
 
     def __init__(
@@ -69,11 +69,7 @@ class TrainerAdapter:
         self._tensors: dict[str, nn.Parameter] = {}
         for prefix, linear in linears:
             self._attach(prefix, linear, settings)
-        if not self._tensors:
-            raise ValueError(
-                f"target_modules {list(self.config.target_modules)} match no linear of layers {list(layout.layers)}, a stage of "
-                "the pipeline: every stage trains something; set other targets, or fewer stages"
-            )
+        assert self._tensors, "check_stages has been passed"
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """This rank's trained tensors by peft's name; one that several parts share goes by its first part's name."""

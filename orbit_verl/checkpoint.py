@@ -6,7 +6,7 @@
 <folder>/state.json                  scheduler, version, global step, number of ranks, digest of the base, of the reference
 
 Adapter and optimiser state are whole, under peft's names, however the ranks divided them: another number of ranks, or another
-expert parallelism, resumes with the same bits. Random-number states belong to ranks and are then left as they are.
+way to divide the model, resumes with the same bits. Random-number states belong to ranks and are then left as they are.
 """
 
 import dataclasses

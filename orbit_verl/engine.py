@@ -37,7 +37,7 @@ from orbit_verl.model.build import build_model, transformer_config
 from orbit_verl.model.layout import EXPERT, EXPERT_TENSOR, PIPELINE, TENSOR, ParallelLayout, ParallelSizes, Ranks
 from orbit_verl.model.naming import adapted_linears
 from orbit_verl.model.replay import RouterReplay, check_replay, token_places
-from orbit_verl.model.sharding import check_tensor_parallel
+from orbit_verl.model.sharding import check_stages, check_tensor_parallel
 from orbit_verl.model.tensors import adapted_shapes
 from orbit_verl.optimizer import AdapterOptimizer, build_scheduler
 
@@ -74,7 +74,8 @@ class OrbitEngine(MegatronEngineWithLMHead):
         self._architecture = DecoderArchitecture.from_hf(model_config.hf_config)
         sizes = engine_config.parallel_sizes
         sizes.check(self._architecture.num_layers, self._architecture.num_experts, torch.distributed.get_world_size())
-        check_tensor_parallel(self._architecture, sizes, engine_config.adapter.to_adapter_config())
+        for check in (check_stages, check_tensor_parallel):
+            check(self._architecture, sizes, engine_config.adapter.to_adapter_config())
         check_replay(engine_config.router_replay.mode, self._architecture)
         megatron_cpu.install()
         super().__init__(_language_model(model_config), engine_config, optimizer_config, checkpoint_config)

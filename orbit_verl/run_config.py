@@ -26,7 +26,7 @@ from orbit_verl.model.adapters import check_tied
 from orbit_verl.model.architecture import DecoderArchitecture
 from orbit_verl.model.replay import MODE_KEY as REPLAY
 from orbit_verl.model.replay import check_replay
-from orbit_verl.model.sharding import check_tensor_parallel
+from orbit_verl.model.sharding import check_stages, check_tensor_parallel
 from orbit_verl.model.tensors import adapted_shapes, fused_linears, open_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -299,7 +299,8 @@ def _check_base(config: DictConfig, settings: AdapterSettings) -> None:
     if architecture.moe is None and OmegaConf.select(config, RECORDS):
         raise ValueError(f"{RECORDS}=true: the model is dense, a server has no experts to record; set it to false")
     _check_targets(architecture, settings)
-    check_tensor_parallel(architecture, sizes, settings.to_adapter_config())
+    for check in (check_stages, check_tensor_parallel):
+        check(architecture, sizes, settings.to_adapter_config())
     open_checkpoint(architecture, path)
 
 

@@ -24,7 +24,7 @@ from orbit_verl.config import BaseSettings
 from orbit_verl.model.architecture import DecoderArchitecture
 from orbit_verl.model.attention import CausalAttention
 from orbit_verl.model.latent_attention import FrozenLatentAttention
-from orbit_verl.model.layout import MEGATRON, ParallelLayout, ParallelSizes, Ranks
+from orbit_verl.model.layout import MEGATRON, STAGE, ParallelLayout, ParallelSizes, Ranks
 from orbit_verl.model.linear import FrozenLinear, FrozenQKVLinear
 from orbit_verl.model.modules import FrozenGPTModel, RMSNorm, residual_sum
 from orbit_verl.model.moe import FrozenExpert, FrozenMoE, SharedExpert
@@ -46,8 +46,15 @@ from orbit_verl.model.tensors import (
 logger = logging.getLogger(__name__)
 
 UNDIVIDED = ParallelSizes()
-# Fields of TransformerConfig that this module leaves alone although a run divides its model so.
-_DIVIDED_ELSEWHERE = ("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
+# Fields of TransformerConfig that divide a model, of which this module makes no use: `ParallelSizes` says how it is divided.
+_OTHER_DIVISIONS = (
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
 
 
 def transformer_config(
@@ -68,10 +75,10 @@ def transformer_config(
     if unknown:
         raise ValueError(f"override_transformer_config {unknown}: no such field of Megatron-Core's TransformerConfig")
     divided = _parallel_fields(sizes)
-    if fixed := sorted(overrides.keys() & {*divided, *_DIVIDED_ELSEWHERE}):
+    if fixed := sorted(overrides.keys() & {*divided, *_OTHER_DIVISIONS}):
         raise ValueError(
             f"override_transformer_config {fixed}: follow from the sizes that divide the model; leave them out and set "
-            f"{MEGATRON}.*_parallel_size"
+            f"{MEGATRON}.*_parallel_size, for uneven stages {STAGE.format('last')}"
         )
     fields = _base_fields(architecture) | divided | dict(overrides)
     if isinstance(fields["params_dtype"], str):

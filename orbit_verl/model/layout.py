@@ -6,6 +6,7 @@ divide the other linears may divide each expert's too (expert tensor parallelism
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -135,6 +136,17 @@ class ParallelSizes:
                     f"trainer's {num_ranks} ranks cannot be divided into groups of {together}, the product; choose sizes whose "
                     f"product is one of {_divisors(num_ranks)}, or another trainer.n_gpus_per_node or trainer.nnodes"
                 )
+
+    def stages(self, num_layers: int) -> list[range]:
+        """The layers of each stage; ``check`` has been passed."""
+        if self.pipeline == 1:
+            return [range(num_layers)]
+        between = [None] * (self.pipeline - 2)
+        sizes = [self.first_stage, *between, self.last_stage]
+        given = [size for size in sizes if size is not None]
+        each = (num_layers - sum(given)) // max(self.pipeline - len(given), 1)
+        ends = itertools.accumulate((each if size is None else size for size in sizes), initial=0)
+        return list(itertools.starmap(range, itertools.pairwise(ends)))
 
     def _check_stages(self, num_layers: int) -> None:
         ends = {STAGE.format(end): size for end, size in (("first", self.first_stage), ("last", self.last_stage))}

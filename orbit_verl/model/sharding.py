@@ -10,10 +10,10 @@ import torch
 
 from orbit_kernels.adapter import AdapterConfig
 from orbit_kernels.fusing import LATENTS
-from orbit_kernels.names import EXPERTS, without_expert
+from orbit_kernels.names import EXPERTS, layer_number, without_expert
 from orbit_kernels.share import Share
 from orbit_verl.model.architecture import DecoderArchitecture
-from orbit_verl.model.layout import TENSOR, ParallelLayout, ParallelSizes, Ranks
+from orbit_verl.model.layout import PIPELINE, TENSOR, ParallelLayout, ParallelSizes, Ranks
 from orbit_verl.model.tensors import ATTENTION_OUT, MLP_OUT, linear_formats, linear_shape
 
 
@@ -57,6 +57,24 @@ def check_tensor_parallel(architecture: DecoderArchitecture, sizes: ParallelSize
                     share.of(adapter.method, _without_memory(adapter.method.shapes(*share.shape, module)))
             except ValueError as error:
                 raise ValueError(f"{TENSOR}={size}: {module}: {error}") from None
+
+
+def check_stages(architecture: DecoderArchitecture, sizes: ParallelSizes, adapter: AdapterConfig) -> None:
+    """Hold the stages of a pipeline against the adapter; ``ParallelSizes.check`` has been passed.
+
+    Raises:
+        ValueError: a stage has nothing to train.
+    """
+    if sizes.pipeline == 1:
+        return
+    modules = {*linear_formats(architecture), *map(without_expert, linear_formats(architecture))}
+    targeted = {layer_number(module) for module in modules if adapter.targets(module)}
+    for stage in sizes.stages(architecture.num_layers):
+        if targeted.isdisjoint(stage):
+            raise ValueError(
+                f"{PIPELINE}={sizes.pipeline}: target_modules {list(adapter.target_modules)} match no linear of layers "
+                f"{stage.start} to {stage.stop - 1}, a stage that would train nothing; set other targets, or other stages"
+            )
 
 
 def _rank(sizes: ParallelSizes, rank: int) -> ParallelLayout:

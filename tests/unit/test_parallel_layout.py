@@ -14,7 +14,7 @@ from orbit_kernels.methods import LoRAMethod, OFTMethod
 from orbit_kernels.share import Share, divided_dim
 from orbit_verl.model.architecture import DecoderArchitecture
 from orbit_verl.model.layout import ParallelLayout, ParallelSizes, Ranks
-from orbit_verl.model.sharding import check_tensor_parallel, linear_share
+from orbit_verl.model.sharding import check_stages, check_tensor_parallel, linear_share
 
 TARGETS = ("q_proj", "o_proj", "up_proj", "down_proj")
 OFT, LORA = (
@@ -89,6 +89,39 @@ def test_sizes_that_fit():
     ParallelSizes(pipeline=2, last_stage=30).check(61, 384, 2)
     ParallelSizes(pipeline=2, first_stage=1, last_stage=3).check(4, 0, 2)
     ParallelSizes(pipeline=4, first_stage=2, last_stage=3).check(61, 384, 4)
+
+
+@pytest.mark.parametrize(
+    "sizes, num_layers, expected",
+    [
+        ({}, 3, [3]),
+        ({"pipeline": 2}, 4, [2, 2]),
+        ({"pipeline": 2, "last_stage": 1}, 4, [3, 1]),
+        ({"pipeline": 2, "first_stage": 1, "last_stage": 3}, 4, [1, 3]),
+        ({"pipeline": 4, "first_stage": 2, "last_stage": 3}, 61, [2, 28, 28, 3]),
+    ],
+)
+def test_the_layers_of_each_stage(sizes, num_layers, expected):
+    stages = ParallelSizes(**sizes).stages(num_layers)
+    assert list(map(len, stages)) == expected
+    assert [layer for stage in stages for layer in stage] == list(range(num_layers))
+
+
+def test_a_stage_that_would_train_nothing_is_refused():
+    first_dense = dataclasses.replace(MOE, moe=dataclasses.replace(MOE.moe, layers=frozenset({1})))
+    everywhere, experts, dense = (
+        dataclasses.replace(OFT, target_modules=targets)
+        for targets in (("q_proj",), ("experts.up_proj", "experts.gate_proj"), ("mlp.up_proj", "mlp.gate_proj"))
+    )
+    for adapter in (everywhere, experts, dense):
+        check_stages(first_dense, ParallelSizes(), adapter)
+    check_stages(first_dense, ParallelSizes(pipeline=2), everywhere)
+    with pytest.raises(
+        ValueError, match=r"pipeline_model_parallel_size=2: .* match no linear of layers 0 to 0, a stage"
+    ):
+        check_stages(first_dense, ParallelSizes(pipeline=2), experts)
+    with pytest.raises(ValueError, match="match no linear of layers 1 to 1, a stage"):
+        check_stages(first_dense, ParallelSizes(pipeline=2), dense)
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,7 @@ def test_unknown_transformer_override_is_refused(checkpoints):
         engine.initialize()
 
 
-@pytest.mark.parametrize("field", ["sequence_parallel", "pipeline_model_parallel_size", "context_parallel_size"])
+@pytest.mark.parametrize("field", ["sequence_parallel", "context_parallel_size", "pipeline_model_parallel_layout"])
 def test_what_follows_from_the_sizes_is_no_transformer_override(checkpoints, field):
     engine = build_engine(checkpoints["qwen3", FP32], {"override_transformer_config": {field: 2}})
     with pytest.raises(ValueError, match=rf"override_transformer_config \['{field}'\]: follow from the sizes"):
