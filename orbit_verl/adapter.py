@@ -249,7 +249,7 @@ class TrainerAdapter:
                 self._check_value(adapter, tensor_name(module, leaf), self._owner(module, leaf))
 
     def _check_value(self, adapter: Adapter, name: str, shared: str) -> None:
-        if not torch.equal(adapter.tensors[name], adapter.tensors[shared]):
+        if name != shared and not torch.equal(adapter.tensors[name], adapter.tensors[shared]):
             raise ValueError(f"{name} differs from {shared}: fused='tied' shares one tensor; set fused='split'")
         dtype = adapter.tensors[name].dtype
         if torch.promote_types(dtype, self.dtype) != self.dtype:

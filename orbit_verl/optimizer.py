@@ -95,7 +95,7 @@ class AdapterOptimizer:
         Returns:
             The gradients' total L2 norm before clipping.
         """
-        self._reduce_over_data_parallel()
+        self._reduce_gradients()
         norm = self._total_norm()
         if not math.isfinite(norm):
             self.num_skipped_steps += 1
@@ -198,17 +198,17 @@ class AdapterOptimizer:
             (masters.whole if whole else masters.parts).append(master)
         return of_all, of_experts
 
-    def _reduce_over_data_parallel(self) -> None:
+    def _reduce_gradients(self) -> None:
         """What the ranks of a tensor-parallel group hold alike has a gradient of their tokens, or their rows, on each."""
         size = mpu.get_data_parallel_world_size(with_context_parallel=True)
         if size * self._layout.tensor.size == 1:
             return
         of_all, of_experts = self._by_division()
-        _average(of_all.whole, mpu.get_tensor_and_data_parallel_group(with_context_parallel=True), size)
-        _average(of_all.parts, mpu.get_data_parallel_group(with_context_parallel=True), size)
+        _sum_over_ranks(of_all.whole, mpu.get_tensor_and_data_parallel_group(with_context_parallel=True), size)
+        _sum_over_ranks(of_all.parts, mpu.get_data_parallel_group(with_context_parallel=True), size)
         # An expert's gradient is already the sum over the tokens of its expert group's ranks.
-        _average(of_experts.whole, mpu.get_expert_tensor_parallel_group(), 1)
-        _average(of_experts.whole + of_experts.parts, mpu.get_expert_data_parallel_group(), size)
+        _sum_over_ranks(of_experts.whole, mpu.get_expert_tensor_parallel_group(), 1)
+        _sum_over_ranks(of_experts.whole + of_experts.parts, mpu.get_expert_data_parallel_group(), size)
 
     def _total_norm(self) -> float:
         """L2 norm over the whole adapter, the same number on all ranks."""
@@ -226,7 +226,7 @@ class AdapterOptimizer:
             parameter.copy_(self._masters[name])
 
 
-def _average(masters: Sequence[torch.Tensor], group: torch.distributed.ProcessGroup, divisor: int) -> None:
+def _sum_over_ranks(masters: Sequence[torch.Tensor], group: torch.distributed.ProcessGroup, divisor: int) -> None:
     """Sum the gradients over the group and divide; a tensor that has none on any rank keeps none."""
     if not masters:
         return

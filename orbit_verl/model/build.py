@@ -46,6 +46,9 @@ from orbit_verl.model.tensors import (
 logger = logging.getLogger(__name__)
 
 UNDIVIDED = ParallelSizes()
+
+_RECOMPUTED = {"core_attn", "mlp"}
+"""Of ``recompute_modules``: Megatron-Core's modules in which the frozen model computes."""
 # Fields of TransformerConfig that divide a model, of which this module makes no use: `ParallelSizes` says how it is divided.
 _OTHER_DIVISIONS = (
     "context_parallel_size",
@@ -68,7 +71,8 @@ def transformer_config(
         overrides: further TransformerConfig fields, e.g. ``recompute_granularity``; ``params_dtype`` may widen the base.
 
     Raises:
-        ValueError: an override names no field of TransformerConfig, or one that follows from ``sizes``.
+        ValueError: an override names no field of TransformerConfig, one that follows from ``sizes``, or modules that are not
+            there to be recomputed.
     """
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     unknown = sorted(overrides.keys() - known)
@@ -79,6 +83,11 @@ def transformer_config(
         raise ValueError(
             f"override_transformer_config {fixed}: follow from the sizes that divide the model; leave them out and set "
             f"{MEGATRON}.*_parallel_size, for uneven stages {STAGE.format('last')}"
+        )
+    if ignored := sorted(set(overrides.get("recompute_modules") or ()) - _RECOMPUTED):
+        raise ValueError(
+            f"override_transformer_config.recompute_modules {ignored}: of modules that Megatron-Core does not make here; choose "
+            f"from {sorted(_RECOMPUTED)}, or set recompute_granularity=full"
         )
     fields = _base_fields(architecture) | divided | dict(overrides)
     if isinstance(fields["params_dtype"], str):

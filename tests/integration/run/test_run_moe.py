@@ -88,7 +88,9 @@ def test_a_short_run(train, family, tmp_path):
         assert step["orbit/parity/logprob_abs_diff_mean"] <= 5e-3
         assert step["orbit/parity/logprob_abs_diff_max"] <= 0.1
         if family == "qwen3":
-            assert step["orbit/router_replay/replayed"] == 1 and 0 < step["orbit/router_replay/other_choice"] < 0.5
+            assert step["orbit/router_replay/replayed"] == 1
+    if family == "qwen3":
+        assert 0 < max(step["orbit/router_replay/other_choice"] for step in run.steps) < 0.5
     adapter = load_file(run.folder / "checkpoints" / "adapter" / "adapter_model.safetensors")
     first, other_target = EXPECTED[family]
     layers = range(first, LAYERS)

@@ -78,7 +78,7 @@ def train(folders, rank: int, save, base: str, adapter: str, size: int) -> None:
     with engine.disable_adapter():
         found |= {f"base/{index}": row for index, row in enumerate(log_probs(engine, tokens, micro_batch=1))}
     accumulate(engine, tokens, micro_batch=1)
-    engine.optimizer._reduce_over_data_parallel()
+    engine.optimizer._reduce_gradients()
     found |= {f"gradient/{name}": gradient for name, gradient in engine.optimizer.gradients().items()}
     engine.optimizer_zero_grad()
     norms = []
@@ -106,7 +106,7 @@ def replayed(folders, rank: int, save) -> None:
         batch = {"micro_batch": 1, "records": random_record(sequences())[rank::2]}
         found = {f"log_probs/{index}": row for index, row in enumerate(log_probs(engine, tokens, **batch))}
         accumulate(engine, tokens, **batch)
-        engine.optimizer._reduce_over_data_parallel()
+        engine.optimizer._reduce_gradients()
         found |= {f"gradient/{name}": gradient for name, gradient in engine.optimizer.gradients().items()}
         engine.optimizer_zero_grad()
         save(f"replayed {base}", found)

@@ -208,9 +208,19 @@ def test_options_that_are_not_implemented_are_refused(checkpoints, options, mess
         build_engine(checkpoints["qwen3", FP32], **options)
 
 
-def test_unknown_transformer_override_is_refused(checkpoints):
-    engine = build_engine(checkpoints["qwen3", FP32], {"override_transformer_config": {"orbit": {}}})
-    with pytest.raises(ValueError, match=r"override_transformer_config \['orbit'\]"):
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        ({"orbit": {}}, r"override_transformer_config \['orbit'\]"),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]},
+            r"recompute_modules \['moe'\]: .* choose from \['core_attn', 'mlp'\]",
+        ),
+    ],
+)
+def test_transformer_overrides_without_an_effect_are_refused(checkpoints, overrides, message):
+    engine = build_engine(checkpoints["qwen3", FP32], {"override_transformer_config": overrides})
+    with pytest.raises(ValueError, match=message):
         engine.initialize()
 
 
