@@ -47,12 +47,12 @@ def serve(model: Path, log: Path, *flags: str, slots: bool = True) -> Iterator[s
 
 
 def _free_port() -> int:
-    # SGLang 0.5.12 also uses port + 10000 and refuses a sum above 65535.
-    for port in random.SystemRandom().sample(range(20000, 50000), 100):
+    # SGLang 0.5.12 also uses port + 10000. Linux gives both to no connection, which it numbers from 32768 on.
+    for port in random.SystemRandom().sample(range(11000, 22000), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise RuntimeError("none of 100 ports between 20000 and 50000 is free on 127.0.0.1")
+    raise RuntimeError("none of 100 ports between 11000 and 22000 is free on 127.0.0.1")
 
 
 def _wait_until_ready(process: subprocess.Popen, address: str, log: Path) -> None:

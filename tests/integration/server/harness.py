@@ -164,8 +164,8 @@ def spans(answer: dict) -> list[list[int]]:
 
 
 def free_port() -> int:
-    """A free loopback port below 50000: SGLang 0.5.12 also derives port + 10000 and refuses it above 65535."""
-    for port in random.SystemRandom().sample(range(20000, 50000), 100):
+    """A free loopback port; SGLang 0.5.12 also uses port + 10000. Linux gives both to no connection (from 32768 on)."""
+    for port in random.SystemRandom().sample(range(11000, 22000), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
