@@ -26,7 +26,7 @@ from orbit_verl.model.kimi import KimiK25Config
 from orbit_verl.model.layout import ParallelLayout
 from orbit_verl.model.modules import FrozenGPTModel
 from orbit_verl.model.naming import adapted_linears, named_tensors
-from orbit_verl.model.tensors import adapted_shapes
+from orbit_verl.model.targets import adapted_shapes
 
 # Kimi-K2.6's sizes, but for one layer and a small vocabulary, which is no part of a layer; positions without yarn.
 TEXT = {
@@ -83,7 +83,7 @@ def build(settings: AdapterSettings, base: BaseSettings, num_experts: int) -> tu
     layout = ParallelLayout(num_experts=num_experts)
     model = empty_model(architecture, base, transformer_config(architecture, {}), torch.device("cpu"), layout)
     fill_with_random_bits(model)
-    shapes = adapted_shapes(architecture, shared_experts=settings.experts == "shared")
+    shapes = adapted_shapes(architecture, settings)
     return model, TrainerAdapter(list(adapted_linears(model, settings)), shapes, settings, layout)
 
 

@@ -42,16 +42,14 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 class TrainerAdapter:
     """The adapter over the frozen linears of a model.
 
+    ``OrbitEngineConfig.check`` has been passed.
+
     Args:
         linears: those of this rank, each with the Hugging Face name of the module that holds its parts
-            (``model.adapted_linears``).
-        shapes: rows and columns of the linears of all ranks, by name (``model.tensors.adapted_shapes``).
+            (``model.naming.adapted_linears``).
+        shapes: rows and columns of the linears of all ranks, by name (``model.targets.adapted_shapes``).
         settings: kind, sizes, targets and precision.
         layout: what this rank holds.
-
-    Raises:
-        ValueError: the targets match no linear, or only some experts of a layer; the method cannot adapt one of them, or
-            ``fused="tied"`` asks OFT to rotate only some parts of a fused projection.
     """
 
     def __init__(
@@ -65,11 +63,9 @@ class TrainerAdapter:
         self._tied, self._layout, self._shapes = settings.fused == "tied", layout, dict(shapes)
         self.dtype = _DTYPES[settings.dtype]
         self._linears = [linear for _, linear in linears]
-        self._check_targets()
         self._tensors: dict[str, nn.Parameter] = {}
         for prefix, linear in linears:
             self._attach(prefix, linear, settings)
-        assert self._tensors, "check_stages has been passed"
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """This rank's trained tensors by peft's name; one that several parts share goes by its first part's name."""
@@ -189,24 +185,6 @@ class TrainerAdapter:
                 ORTHOGONALITY_LIMIT,
             )
         return {"orbit/oft/orthogonality_error_max": error}
-
-    def _check_targets(self) -> None:
-        self.config.check_targets(self._shapes)
-        for module, shape in self._shapes.items():
-            if self.config.targets(module):
-                self.config.method.shapes(*shape, module)
-        self._check_experts()
-
-    def _check_experts(self) -> None:
-        targeted: dict[str, set[bool]] = {}
-        for module in self._shapes:
-            targeted.setdefault(self._layout.any_expert(module), set()).add(self.config.targets(module))
-        some = [module for module, found in targeted.items() if len(found) > 1]
-        if some:
-            raise ValueError(
-                f"target_modules {list(self.config.target_modules)} match only some experts of {some[0]}: experts of a layer "
-                "carry the same adapters; target all of them or none"
-            )
 
     def _attach(self, prefix: str, linear: FrozenLinear, settings: AdapterSettings) -> None:
         targets = [part for part in linear.parts if self.config.targets(f"{prefix}.{part}")]

@@ -23,6 +23,7 @@ import safetensors
 import safetensors.torch
 import torch
 import torch.distributed as dist
+from verl.trainer.config import CheckpointConfig
 
 from orbit_kernels.wire import Adapter
 from orbit_verl.adapter import read_peft_folder, write_peft_folder
@@ -58,6 +59,20 @@ class TrainingState:
     reference_digest: str | None
     version: int
     global_step: int
+
+
+def check_contents(config: CheckpointConfig) -> None:
+    """Hold verl's names of what is saved and loaded against what there is.
+
+    Raises:
+        ValueError: another name, or no adapter (``model``).
+    """
+    for key in ("save_contents", "load_contents"):
+        contents = set(getattr(config, key))
+        if "model" not in contents or not contents <= {"model", "optimizer", "extra"}:
+            raise ValueError(
+                f"checkpoint.{key}={sorted(contents)}: must hold 'model' and may hold 'optimizer' and 'extra'"
+            )
 
 
 def save(folder: str | Path, state: TrainingState) -> None:

@@ -13,10 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from megatron.core import parallel_state as mpu
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from tensordict import TensorDict
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
@@ -34,17 +30,13 @@ from orbit_verl.engine_config import OrbitEngineConfig
 from orbit_verl.model.architecture import DecoderArchitecture
 from orbit_verl.model.attention import as_served
 from orbit_verl.model.build import build_model, transformer_config
-from orbit_verl.model.layout import EXPERT, EXPERT_TENSOR, PIPELINE, TENSOR, ParallelLayout, ParallelSizes, Ranks
 from orbit_verl.model.naming import adapted_linears
-from orbit_verl.model.replay import RouterReplay, check_replay, token_places
-from orbit_verl.model.sharding import check_stages, check_tensor_parallel
-from orbit_verl.model.tensors import adapted_shapes
+from orbit_verl.model.replay import RouterReplay, token_places
+from orbit_verl.model.targets import adapted_shapes
 from orbit_verl.optimizer import AdapterOptimizer, build_scheduler
+from orbit_verl.parallel import check_groups, layout_of_this_rank
 
 logger = logging.getLogger(__name__)
-
-_OFF = ("use_fused_kernels", "use_dist_checkpointing", "use_megatron_fsdp", "dynamic_context_parallel")
-_CONTENTS = {"model", "optimizer", "extra"}
 
 
 @EngineRegistry.register(model_type="language_model", backend="orbit", device=["cpu", "cuda"])
@@ -69,17 +61,12 @@ class OrbitEngine(MegatronEngineWithLMHead):
         optimizer_config: McoreOptimizerConfig,
         checkpoint_config: CheckpointConfig,
     ):
-        _check_engine_config(engine_config)
-        _check_checkpoint_config(checkpoint_config)
+        checkpoint.check_contents(checkpoint_config)
         self._architecture = DecoderArchitecture.from_hf(model_config.hf_config)
-        sizes = engine_config.parallel_sizes
-        sizes.check(self._architecture.num_layers, self._architecture.num_experts, torch.distributed.get_world_size())
-        for check in (check_stages, check_tensor_parallel):
-            check(self._architecture, sizes, engine_config.adapter.to_adapter_config())
-        check_replay(engine_config.router_replay.mode, self._architecture)
+        engine_config.check(self._architecture, torch.distributed.get_world_size())
         megatron_cpu.install()
         super().__init__(_language_model(model_config), engine_config, optimizer_config, checkpoint_config)
-        _check_groups(sizes)
+        check_groups(engine_config.parallel_sizes)
         self._is_reference = False
         self.adapter_version = 0
         self._retention = checkpoint.Retention()
@@ -92,12 +79,12 @@ class OrbitEngine(MegatronEngineWithLMHead):
         """
         settings = self.engine_config.adapter
         self._build_tf_config()
-        self._layout = _layout(self._architecture, self.tf_config)
+        self._layout = layout_of_this_rank(self._architecture, self.tf_config)
         self.module = self._build_megatron_module()
         (model,) = self.module
         recomputes = self.tf_config.recompute_granularity is not None
         self.replay = RouterReplay(model.decoder.layers, self._architecture, recomputes=recomputes)
-        shapes = adapted_shapes(self._architecture, shared_experts=settings.experts == "shared")
+        shapes = adapted_shapes(self._architecture, settings)
         self.adapter = TrainerAdapter(list(adapted_linears(model, settings)), shapes, settings, self._layout)
         if settings.init_path is not None:
             self.adapter.load(read_peft_folder(settings.init_path))
@@ -351,53 +338,10 @@ def _language_model(model_config: HFModelConfig) -> HFModelConfig:
     return text_only
 
 
-def _check_groups(sizes: ParallelSizes) -> None:
-    """Megatron-Core makes its groups once a process."""
-    groups = {
-        TENSOR: (sizes.tensor, mpu.get_tensor_model_parallel_world_size()),
-        PIPELINE: (sizes.pipeline, mpu.get_pipeline_model_parallel_world_size()),
-        EXPERT: (sizes.expert, mpu.get_expert_model_parallel_world_size()),
-        EXPERT_TENSOR: (sizes.expert_tensor, mpu.get_expert_tensor_parallel_world_size()),
-    }
-    for key, (size, found) in groups.items():
-        if size != found:
-            raise ValueError(
-                f"{key}={size}: this process already has groups of {found}; engines of one process must have the same"
-            )
-
-
-def _layout(architecture: DecoderArchitecture, config: TransformerConfig) -> ParallelLayout:
-    """What Megatron-Core's groups and stages give this rank."""
-    first = get_transformer_layer_offset(config)
-    return ParallelLayout(
-        num_experts=architecture.num_experts,
-        expert=Ranks(mpu.get_expert_model_parallel_world_size(), mpu.get_expert_model_parallel_rank()),
-        tensor=Ranks(mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()),
-        divides_each_expert=mpu.get_expert_tensor_parallel_world_size() > 1,
-        pipeline=Ranks(mpu.get_pipeline_model_parallel_world_size(), mpu.get_pipeline_model_parallel_rank()),
-        layers=range(first, first + get_num_layers_to_build(config)),
-    )
-
-
 def _on_first_rank(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The tensors on the CPU; other ranks only take part in making them."""
     first = torch.distributed.get_rank() == 0
     return {name: tensor.cpu() for name, tensor in tensors if first}
-
-
-def _check_engine_config(config: OrbitEngineConfig) -> None:
-    for name in _OFF:
-        if getattr(config, name):
-            raise ValueError(f"{name}=True: not implemented by OrbitEngine; set it to False")
-
-
-def _check_checkpoint_config(config: CheckpointConfig) -> None:
-    for name in ("save_contents", "load_contents"):
-        contents = set(getattr(config, name))
-        if "model" not in contents or not contents <= _CONTENTS:
-            raise ValueError(
-                f"checkpoint.{name}={sorted(contents)}: must hold 'model' and may hold 'optimizer' and 'extra'"
-            )
 
 
 def _refuse_hdfs(hdfs_path: str | None) -> None:

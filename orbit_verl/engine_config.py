@@ -6,12 +6,17 @@ from verl.workers.config import McoreActorConfig, McoreEngineConfig
 from verl.workers.config.engine import EngineConfig
 
 from orbit_verl.config import AdapterSettings, BaseSettings
+from orbit_verl.model.architecture import DecoderArchitecture
 from orbit_verl.model.layout import MEGATRON, ParallelSizes
+from orbit_verl.model.replay import check_replay
+from orbit_verl.model.sharding import check_stages, check_tensor_parallel
+from orbit_verl.model.targets import check_targets
 
 _NOT_IMPLEMENTED = {
     "context_parallel_size": "sequences are divided by tensor_model_parallel_size between attentions",
     "virtual_pipeline_model_parallel_size": "a stage has consecutive layers",
 }
+_OFF = ("use_fused_kernels", "use_dist_checkpointing", "use_megatron_fsdp", "dynamic_context_parallel")
 
 
 @dataclasses.dataclass
@@ -37,6 +42,11 @@ class OrbitEngineConfig(McoreEngineConfig):
             value = getattr(self, key)
             if value not in (1, None):
                 raise ValueError(f"{MEGATRON}.{key}={value}: not implemented; leave it out, {instead}")
+        for key in _OFF:
+            if getattr(self, key):
+                raise ValueError(
+                    f"{MEGATRON}.{key}={getattr(self, key)}: not implemented by Orbit's engine; set it to False"
+                )
         if self.expert_tensor_parallel_size is None:
             self.expert_tensor_parallel_size = 1  # Megatron-Core would divide experts like the other linears
         self.sequence_parallel = self.tensor_model_parallel_size > 1
@@ -52,6 +62,20 @@ class OrbitEngineConfig(McoreEngineConfig):
             first_stage=self.override_transformer_config.get("num_layers_in_first_pipeline_stage"),
             last_stage=self.override_transformer_config.get("num_layers_in_last_pipeline_stage"),
         )
+
+    def check(self, architecture: DecoderArchitecture, num_ranks: int) -> None:
+        """Hold everything that depends on the model against it, and the layout against the trainer's ranks.
+
+        Raises:
+            ValueError: ``check_targets``, ``ParallelSizes.check``, ``check_stages``, ``check_tensor_parallel`` or
+                ``check_replay`` refuses.
+        """
+        adapter, sizes = self.adapter.to_adapter_config(), self.parallel_sizes
+        sizes.check(architecture.num_layers, architecture.num_experts, num_ranks)
+        check_targets(architecture, self.adapter)
+        check_stages(architecture, sizes, adapter)
+        check_tensor_parallel(architecture, sizes, adapter)
+        check_replay(self.router_replay.mode, architecture)
 
 
 @dataclasses.dataclass

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,11 @@ from transformers import AutoConfig, AutoTokenizer
 from verl.plugin.platform import get_platform
 from verl.utils.config import omega_conf_to_dataclass
 
-from orbit_kernels.adapter import AdapterConfig
-from orbit_kernels.fusing import GATE_UP
-from orbit_kernels.names import EXPERTS
 from orbit_verl.config import AdapterSettings, OrbitConfig, check_key
-from orbit_verl.model.adapters import check_tied
 from orbit_verl.model.architecture import DecoderArchitecture
 from orbit_verl.model.replay import MODE_KEY as REPLAY
-from orbit_verl.model.replay import check_replay
-from orbit_verl.model.sharding import check_stages, check_tensor_parallel
-from orbit_verl.model.tensors import adapted_shapes, fused_linears, open_checkpoint
+from orbit_verl.model.targets import adapted_shapes, check_served
+from orbit_verl.model.tensors import open_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -291,16 +286,12 @@ def _check_base(config: DictConfig, settings: AdapterSettings) -> None:
     """Refuse what does not fit the model: a layout, an adapter, or files that do not hold what ``config.json`` says."""
     path = _model_path(config)
     architecture = DecoderArchitecture.from_hf(AutoConfig.from_pretrained(path))
-    sizes = _instantiated(config.actor_rollout_ref.actor.megatron).parallel_sizes
-    num_ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
-    sizes.check(architecture.num_layers, architecture.num_experts, num_ranks)
-    _compare_tensor_parallelism(config, sizes.tensor, architecture)
-    check_replay(_replay_mode(config), architecture)
+    engine = _instantiated(config.actor_rollout_ref.actor.megatron)
+    engine.check(architecture, config.trainer.n_gpus_per_node * config.trainer.nnodes)
+    check_served(settings.to_adapter_config(), adapted_shapes(architecture, settings), get_platform().device_name)
     if architecture.moe is None and OmegaConf.select(config, RECORDS):
         raise ValueError(f"{RECORDS}=true: the model is dense, a server has no experts to record; set it to false")
-    _check_targets(architecture, settings)
-    for check in (check_stages, check_tensor_parallel):
-        check(architecture, sizes, settings.to_adapter_config())
+    _compare_tensor_parallelism(config, engine.tensor_model_parallel_size, architecture)
     open_checkpoint(architecture, path)
 
 
@@ -313,49 +304,6 @@ def _compare_tensor_parallelism(config: DictConfig, size: int, architecture: Dec
             ROLLOUT,
             served,
             size,
-        )
-
-
-def _check_targets(architecture: DecoderArchitecture, settings: AdapterSettings) -> None:
-    adapter, shapes = (
-        settings.to_adapter_config(),
-        adapted_shapes(architecture, shared_experts=settings.experts == "shared"),
-    )
-    try:
-        adapter.check_targets(shapes)
-        for module in filter(adapter.targets, shapes):
-            adapter.method.shapes(*shapes[module], module)
-        for prefix, parts in fused_linears(architecture):
-            targets = [part for part in parts if adapter.targets(f"{prefix}.{part}")]
-            check_tied(adapter.method, parts, targets, tied=settings.fused == "tied")
-    except ValueError as error:
-        raise ValueError(f"orbit.adapter: {error}") from None
-    check_served(adapter, shapes, get_platform().device_name)
-
-
-def check_served(adapter: AdapterConfig, modules: Iterable[str], device: str) -> None:
-    """Hold the targets against what a server on a device has slots for.
-
-    Args:
-        adapter: the run's.
-        modules: everything in the model that could carry an adapter, by name.
-        device: ``cpu`` computes routed experts with slots on each; elsewhere SGLang's own kernels do.
-
-    Raises:
-        ValueError: a target has no slot.
-    """
-    with_slots = [f"{EXPERTS}{projection}" for projection in GATE_UP]  # of all experts, by names without a number
-    without = [
-        module
-        for module in filter(adapter.targets, modules)
-        if EXPERTS in module and not module.endswith(tuple(with_slots))
-    ]
-    if device != "cpu" and without:
-        raise ValueError(
-            f"orbit.adapter.target_modules={list(adapter.target_modules)} match {without[0]}: SGLang's own kernels compute routed "
-            "experts on this device, with one rotation of all experts in front of gate and up. Set orbit.adapter.experts=shared "
-            "and target experts.gate_proj and experts.up_proj, or none; name the others by more than their last part, e.g. "
-            "mlp.down_proj or shared_experts.down_proj"
         )
 
 

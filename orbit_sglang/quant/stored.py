@@ -13,7 +13,7 @@ from orbit_kernels.formats import BaseScheme, Bf16Format, TensorSpec, WeightForm
 from orbit_kernels.formats.int4 import SHAPE_LEAF
 from orbit_kernels.frozen import StoredWeight
 from orbit_kernels.manifest import Cut
-from orbit_kernels.share import Share
+from orbit_kernels.share import Share, divided_dim
 from orbit_sglang.naming import language_modules, part_names
 from orbit_sglang.sharding import shares
 
@@ -120,11 +120,10 @@ def _of_vocabulary(name: str, module: VocabParallelEmbedding) -> Iterator[tuple[
 
 def _with_cut(name: str, share: Share, whole: Sequence[int], held: Sequence[int]) -> str:
     """The name of a stored tensor, with the range that this rank holds where that is not all of it."""
-    divided = [dim for dim, (size, part) in enumerate(zip(whole, held, strict=True)) if size != part]
-    if not divided:
+    dim = divided_dim(held, whole)
+    if dim is None:
         return name
-    (dim,) = divided
-    held_range = share.rows if len(share.rows) < share.shape[0] else share.columns
+    held_range = share.columns if share.has_all_rows else share.rows
     start = held_range.start // len(held_range) * held[dim]
     return f"{name}{Cut(dim, start, start + held[dim])}"
 

@@ -108,11 +108,8 @@ class SlottedLinear(abc.ABC):
 
     def _tensors(self, adapter: Adapter, part: str) -> dict[str, torch.Tensor]:
         """This rank's share of an accepted adapter's tensors for a part; empty where it leaves the part alone."""
-        tensors, share = adapter.module_tensors(part), self._shares[part]
-        if not tensors:
-            return {}
-        tensors = self._method.shard_rows(tensors, share.rows.start, share.rows.stop)
-        return self._method.shard_columns(tensors, share.columns.start, share.columns.stop)
+        tensors = adapter.module_tensors(part)
+        return self._shares[part].of(self._method, tensors) if tensors else {}
 
     def is_idle(self, slots: Slots) -> bool:
         """Whether these rows are known to have no adapter here, so that the frozen linear alone computes them."""

@@ -79,11 +79,6 @@ class ParallelLayout:
             return False
         return not self.divides_experts(name) or int(EXPERT_NUMBER.search(name)[0]) in self.experts
 
-    @staticmethod
-    def any_expert(name: str) -> str:
-        """A tensor or module of an expert with ``*`` for its number; others as they are."""
-        return EXPERT_NUMBER.sub("*", name, count=1)
-
     def experts_of(self, name: str) -> str | None:
         """The layer's experts to which a divided tensor belongs, e.g. ``model.layers.0.mlp.experts.``; None otherwise."""
         return name[: EXPERT_NUMBER.search(name).start()] if self.divides_experts(name) else None

@@ -149,10 +149,12 @@ class FrozenLinear(nn.Module):
 
     def forward(self, x_SBI: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Outputs of all parts side by side [S, B, O] in the input's dtype, and Megatron-Core's absent bias."""
-        y_SBO = self._arrange(self._product(self.whole_sequence(x_SBI)))
-        if self._share.has_all_columns:
-            return y_SBO, None
-        return reduce_scatter_to_sequence_parallel_region(y_SBO), None
+        y_SBO = self.of_rank(x_SBI)
+        return y_SBO if self._share.has_all_columns else reduce_scatter_to_sequence_parallel_region(y_SBO), None
+
+    def of_rank(self, x_SBI: torch.Tensor) -> torch.Tensor:
+        """What this rank adds to the output: all of it, unless the ranks divide the columns."""
+        return self._arrange(self._product(self.whole_sequence(x_SBI)))
 
     def whole_sequence(self, x_SBI: torch.Tensor) -> torch.Tensor:
         """The input as the weight reads it: of all ranks' tokens where the ranks divide the rows."""

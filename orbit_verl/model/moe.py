@@ -44,11 +44,10 @@ class SharedExpert(FrozenExpert):
     """The expert that every token takes, beside those that its router chooses."""
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """``W2 (silu(W1 x) * W3 x)``, [T, D]."""
+        """``W2 (silu(W1 x) * W3 x)``, [T, D]; with tensor parallelism what this rank adds to it, for all ranks' tokens."""
         gate_up_T1F, _ = self.gate_up(x_TD.unsqueeze(1))
         gate_T1F, up_T1F = gate_up_T1F.chunk(2, dim=-1)
-        y_T1D, _ = self.down(functional.silu(gate_T1F) * up_T1F)
-        return y_T1D.squeeze(1)
+        return self.down.of_rank(functional.silu(gate_T1F) * up_T1F).squeeze(1)
 
 
 class SharedLinear(nn.Module):
@@ -107,7 +106,7 @@ class FrozenMoE(nn.Module):
     def forward(self, x_SBD: torch.Tensor, **_megatron: Any) -> tuple[torch.Tensor, None]:
         """The weighted sum of each token's experts [S, B, D], and Megatron-Core's absent bias.
 
-        Scaled and added up in the model's dtype, as in the server.
+        Scaled and added up in the model's dtype, as in the server: where ranks divide each expert, before their sums are.
         """
         tokens_TD = x_TD = x_SBD.flatten(0, 1)
         ids_TK, weights_TK = self.router(x_TD)
@@ -125,12 +124,15 @@ class FrozenMoE(nn.Module):
             activations=self._base.activations,
             adapter=self._adapter(),
         )
-        if self.layout.divides_each_expert:
-            y_TD = reduce_scatter_to_sequence_parallel_region(y_TD)
         if self._scale != 1:
             y_TD = y_TD * self._scale
         if self.shared_expert is not None:
-            y_TD = y_TD + self.shared_expert(tokens_TD)
+            shared_TD = self.shared_expert(tokens_TD)
+            if self.layout.tensor.size > 1 and not self.layout.divides_each_expert:
+                shared_TD = reduce_scatter_to_sequence_parallel_region(shared_TD)
+            y_TD = y_TD + shared_TD
+        if self.layout.divides_each_expert:
+            y_TD = reduce_scatter_to_sequence_parallel_region(y_TD)
         return y_TD.unflatten(0, x_SBD.shape[:2]), None
 
     def _frozen_experts(self) -> FrozenExperts:

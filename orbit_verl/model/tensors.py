@@ -8,7 +8,7 @@ import torch
 from orbit_kernels.checkpoint import HFCheckpoint
 from orbit_kernels.formats import Bf16Format, TensorSpec, WeightFormat
 from orbit_kernels.fusing import GATE_UP, LATENTS, QKV
-from orbit_kernels.names import EXPERTS, ROUTER, ROUTER_BIAS, SHARED_EXPERT, unused_tensors, without_expert
+from orbit_kernels.names import EXPERTS, ROUTER, ROUTER_BIAS, SHARED_EXPERT, unused_tensors
 from orbit_verl.model.architecture import DecoderArchitecture
 
 ATTENTION_OUT, MLP_OUT = ("o_proj",), ("down_proj",)
@@ -75,21 +75,6 @@ def linear_formats(architecture: DecoderArchitecture) -> dict[str, WeightFormat]
     """
     return {
         f"{prefix}.{part}": fused_format(architecture, prefix, parts)
-        for prefix, parts in fused_linears(architecture)
-        for part in parts
-    }
-
-
-def adapted_shapes(architecture: DecoderArchitecture, *, shared_experts: bool) -> dict[str, tuple[int, int]]:
-    """Rows and columns of everything that can carry an adapter, by name.
-
-    Args:
-        architecture: the model.
-        shared_experts: whether a layer's routed experts carry one adapter together, by the name without their numbers.
-    """
-    names = without_expert if shared_experts else lambda module: module
-    return {
-        names(f"{prefix}.{part}"): linear_shape(architecture, f"{prefix}.{part}")
         for prefix, parts in fused_linears(architecture)
         for part in parts
     }

@@ -21,7 +21,8 @@ from orbit_kernels.formats.scheme.write import quantization_config
 from orbit_kernels.methods import LoRAMethod
 from orbit_verl.config import AdapterSettings, BaseSettings, OrbitConfig
 from orbit_verl.engine_config import OrbitActorConfig
-from orbit_verl.run_config import check_served, is_orbit, resolve
+from orbit_verl.model.targets import check_served
+from orbit_verl.run_config import is_orbit, resolve
 from recipes.tiny_arithmetic.tokenizer import build_tokenizer
 
 BASICS = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4", "trainer.nnodes=1")

@@ -1,10 +1,10 @@
 """The trained part of each frozen linear: one module for each adapter method."""
 
-from orbit_verl.model.adapters.base import LinearAdapter, check_tied
+from orbit_verl.model.adapters.base import LinearAdapter
 from orbit_verl.model.adapters.lora import LoRAAdapter
 from orbit_verl.model.adapters.oft import OFTAdapter
 
 ADAPTERS: dict[str, type[LinearAdapter]] = {"oft": OFTAdapter, "lora": LoRAAdapter}
 """Every linear's adapter by its ``orbit.adapter.type``."""
 
-__all__ = ["ADAPTERS", "LinearAdapter", "LoRAAdapter", "OFTAdapter", "check_tied"]
+__all__ = ["ADAPTERS", "LinearAdapter", "LoRAAdapter", "OFTAdapter"]

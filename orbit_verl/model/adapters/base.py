@@ -4,25 +4,12 @@ Dimension suffixes: S sequence, B batch, I input width, O output width.
 """
 
 import abc
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from orbit_kernels.methods import AdapterMethod
-
-
-def check_tied(method: AdapterMethod, parts: Collection[str], targets: Collection[str], *, tied: bool) -> None:
-    """Hold the targets among the parts of a fused linear against a tensor that they would share.
-
-    Raises:
-        ValueError: the method can only adapt all of them or none.
-    """
-    if tied and method.acts_on_input and 0 < len(targets) < len(parts):
-        raise ValueError(
-            f"fused='tied' with only {list(targets)} of {list(parts)} in target_modules: one rotation covers all parts "
-            "of a fused projection; target all of them or none, or set fused='split'"
-        )
 
 
 class LinearAdapter(nn.Module, abc.ABC):
@@ -31,14 +18,11 @@ class LinearAdapter(nn.Module, abc.ABC):
     Args:
         method: the method, with its numbers.
         parts: rows of each part of the linear, by leaf name.
-        targets: the parts that carry the adapter, in the order of ``parts``.
+        targets: the parts that carry the adapter, in the order of ``parts``; ``model.targets.check_targets`` has been passed.
         tied: whether the targets share the one tensor that acts on the input.
         initial: makes the initial tensors of a part, of what this rank holds of the linear.
         dtype: of the trained tensors.
         device: of the trained tensors.
-
-    Raises:
-        ValueError: the method cannot tie these targets.
     """
 
     def __init__(
@@ -53,7 +37,6 @@ class LinearAdapter(nn.Module, abc.ABC):
         device: torch.device,
     ):
         super().__init__()
-        check_tied(method, parts, targets, tied=tied)
         self.method, self.parts, self.tied = method, dict(parts), tied
         self.trained = nn.ModuleDict()
         for part in targets:
