@@ -4,9 +4,6 @@ Every rank writes ``<case>_<rank>`` for each case, and the test compares them wi
 """
 
 import dataclasses
-import json
-import os
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from expert_parallel_engine import ADAPTERS, PLAIN, randomise_by_name, state
-from expert_parallel_rank import fork
 from megatron.core import parallel_state as mpu
 from moe_support import LATENT_TARGETS, random_record
+from ranks import fork, script_arguments
 from trainer_support import make_batch, make_engine, nll, sequences
 from verl.workers.config.engine import EngineRouterReplayConfig
 
@@ -79,7 +76,7 @@ TWO = [
     *(Case("moe", recompute=True, **sizes) for sizes in (TP_EP, PP)),
     Case("latent", recompute=True, **TP),
     Case("latent", **PP),
-    *(Case(base, packed=packed) for base in ("moe", "latent") for packed in (True, False)),
+    *(Case(base, packed=packed) for base in ("dense", "moe", "latent") for packed in (True, False)),
     *(Case(base, packed=False, **sizes) for base in ("dense", "moe", "latent") for sizes in (TP, PP)),
     *(Case(base, packed=False, **sizes) for base in ("moe", "latent") for sizes in ({"expert": 2}, TP_EP)),
 ]
@@ -203,12 +200,10 @@ def cases(rank: int, folders: dict, out: Path, save, *, chosen: list[Case]) -> N
 
 
 def main() -> None:
-    folders, out = json.loads(sys.argv[1]), Path(sys.argv[2])
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
+    folders, out = script_arguments()
     for ranks, chosen in ((2, TWO), (4, FOUR)):
         in_order = sorted(chosen, key=lambda case: str(case.sizes))
-        assert fork(ranks, partial(cases, chosen=in_order), folders, out / str(ranks)) == [0] * ranks
+        assert fork(ranks, partial(cases, chosen=in_order), folders, Path(out) / str(ranks)) == [0] * ranks
 
 
 if __name__ == "__main__":

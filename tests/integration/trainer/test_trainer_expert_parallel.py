@@ -5,12 +5,8 @@
 
 import functools
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +16,7 @@ from expert_parallel_engine import ADAPTERS, TRAINED, accumulate, engine_of, sta
 from expert_parallel_layer import EXCHANGES, Layer, whole_layer
 from moe_support import random_record, write_deepseek, write_moe
 from quantized import quantize, weight_format
+from ranks import read, run_script
 from trainer_support import (
     load_reference,
     log_probs,
@@ -80,28 +77,14 @@ def ranks(folders, one, tmp_path_factory) -> Path:
     """Where two and then four ranks left what they found: folders ``2`` and ``4``."""
     out = tmp_path_factory.mktemp("ranks")
     places = {adapter: list(one(base="fp32", adapter=adapter).export_adapter().tensors) for adapter in ADAPTERS}
-    arguments = [json.dumps(value) for value in (folders, places, str(out))]
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", SCRIPT, *arguments],
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    try:
-        assert process.wait(timeout=300) == 0
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+    run_script(SCRIPT, folders, places, str(out))
     return out
 
 
 @pytest.fixture
 def two(ranks):
     """What each of two ranks found in a case, by rank; and the folder that they wrote to."""
-    return functools.partial(_found, ranks / "2", 2), ranks / "2"
-
-
-def _found(out: Path, num_ranks: int, case: str) -> list[dict[str, torch.Tensor]]:
-    return [safetensors.torch.load_file(out / f"{case}_{rank}") for rank in range(num_ranks)]
+    return functools.partial(read, ranks / "2", 2), ranks / "2"
 
 
 def _make_lopsided(folder: Path) -> None:
@@ -253,7 +236,7 @@ def test_four_ranks(ranks, one, base, size):
 
     An expert that gets no token on any rank has no gradient and no moments, whatever the layout (lopsided).
     """
-    found, engine = _found(ranks / "4", 4, f"train {base} oft {size}"), one(base=base, adapter="oft")
+    found, engine = read(ranks / "4", 4, f"train {base} oft {size}"), one(base=base, adapter="oft")
     assert max_difference(_rows(found), log_probs(engine, sequences())) < 1e-5
     accumulate(engine, sequences())
     gradients = {name: tensor for rank in found for name, tensor in _part(rank, "gradient").items()}
