@@ -7,6 +7,7 @@ from verl.workers.config.engine import EngineConfig
 
 from orbit_verl.config import AdapterSettings, BaseSettings
 from orbit_verl.model.architecture import DecoderArchitecture
+from orbit_verl.model.build import transformer_config
 from orbit_verl.model.layout import MEGATRON, ParallelSizes
 from orbit_verl.model.replay import check_replay
 from orbit_verl.model.sharding import check_stages, check_tensor_parallel
@@ -67,8 +68,8 @@ class OrbitEngineConfig(McoreEngineConfig):
         """Hold everything that depends on the model against it, and the layout against the trainer's ranks.
 
         Raises:
-            ValueError: ``check_targets``, ``ParallelSizes.check``, ``check_stages``, ``check_tensor_parallel`` or
-                ``check_replay`` refuses.
+            ValueError: ``ParallelSizes.check``, ``check_targets``, ``check_stages``, ``check_tensor_parallel``,
+                ``check_replay`` or ``transformer_config`` refuses.
         """
         adapter, sizes = self.adapter.to_adapter_config(), self.parallel_sizes
         sizes.check(architecture.num_layers, architecture.num_experts, num_ranks)
@@ -76,6 +77,7 @@ class OrbitEngineConfig(McoreEngineConfig):
         check_stages(architecture, sizes, adapter)
         check_tensor_parallel(architecture, sizes, adapter)
         check_replay(self.router_replay.mode, architecture)
+        transformer_config(architecture, self.override_transformer_config, sizes)
 
 
 @dataclasses.dataclass

@@ -72,7 +72,7 @@ def transformer_config(
 
     Raises:
         ValueError: an override names no field of TransformerConfig, one that follows from ``sizes``, or modules that are not
-            there to be recomputed.
+            there to be recomputed; or Megatron-Core refuses the fields.
     """
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     unknown = sorted(overrides.keys() - known)
@@ -92,7 +92,10 @@ def transformer_config(
     fields = _base_fields(architecture) | divided | dict(overrides)
     if isinstance(fields["params_dtype"], str):
         fields["params_dtype"] = getattr(torch, fields["params_dtype"])
-    return TransformerConfig(**fields)
+    try:
+        return TransformerConfig(**fields)
+    except (AssertionError, ValueError) as error:
+        raise ValueError(f"{MEGATRON}.override_transformer_config: {error}") from error
 
 
 def build_model(

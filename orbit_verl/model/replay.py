@@ -18,6 +18,9 @@ import functools
 from collections.abc import Iterable, Iterator
 
 import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
+from verl.models.mcore.util import preprocess_bshd_engine, preprocess_thd_engine
 
 from orbit_verl.model.architecture import DecoderArchitecture
 from orbit_verl.model.router import FrozenRouter, Override
@@ -53,10 +56,6 @@ def token_places(input_ids: torch.Tensor, *, packed: bool, padded_length: int | 
         packed: whether verl packs sequences, or pads them.
         padded_length: to which verl pads, None for the longest sequence.
     """
-    # Imported late: the check of a run's configuration need not wait for Megatron-Core.
-    from megatron.core import parallel_state as mpu
-    from verl.models.mcore.util import preprocess_bshd_engine, preprocess_thd_engine
-
     offsets = input_ids.offsets()
     numbers = torch.arange(1, int(offsets[-1]) + 1, device=offsets.device)
     nested = torch.nested.nested_tensor_from_jagged(numbers, offsets)
@@ -131,8 +130,6 @@ class RouterReplay:
             records: gets one nested int16 tensor on the CPU, as ``replaying`` takes it, of the layers that this rank holds;
                 verl joins those of the ranks.
         """
-        from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
-
         chosen: dict[int, torch.Tensor] = {}
 
         def note(layer: int, own_TK: torch.Tensor) -> torch.Tensor:

@@ -235,6 +235,18 @@ def test_parallel_layouts_that_do_not_exist_are_refused(run_config):
         resolve(run_config(*stages, f"+{stage}=null"))
 
 
+def test_transformer_overrides_without_an_effect_are_refused(run_config):
+    key = "actor_rollout_ref.actor.megatron.override_transformer_config"
+    with pytest.raises(ValueError, match=r"override_transformer_config \['orbit'\]: no such field"):
+        resolve(run_config(f"+{key}.orbit=1"))
+    with pytest.raises(ValueError, match=r"override_transformer_config \['sequence_parallel'\]: follow from the sizes"):
+        resolve(run_config(f"+{key}.sequence_parallel=true"))
+    recomputed = (f"+{key}.recompute_granularity=full", f"+{key}.recompute_method=uniform")
+    with pytest.raises(ValueError, match="override_transformer_config: .*recompute_num_layers must be"):
+        resolve(run_config(*recomputed))
+    resolve(run_config(*recomputed, f"+{key}.recompute_num_layers=1"))
+
+
 def test_a_trainer_that_is_divided_otherwise_than_the_servers_is_told_so(run_config, model, caplog):
     """In BF16 it rounds other sums."""
     tensors = safetensors.torch.load_file(model / "model.safetensors")
