@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from fuzz_bodies import JSON_TEXTS, assembled, config_header, fuzzed, json_bodies, parts, payloads, with_text
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.requests import Request
@@ -19,6 +18,16 @@ from orbit_sglang import messages
 from orbit_sglang.request_body import NATIVE_PATH, OPENAI_PATHS, OTHER_PATHS, VersionInBody
 from orbit_sglang.routes import Routes
 from orbit_sglang.versions import REQUESTED_VERSION_KEY
+from tests.support.fuzz_bodies import (
+    JSON_TEXTS,
+    assembled,
+    config_header,
+    fuzzed,
+    json_bodies,
+    parts,
+    payloads,
+    with_text,
+)
 
 LINEARS = {
     f"model.layers.{layer}.{part}": (32, 32)
