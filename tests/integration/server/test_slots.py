@@ -37,8 +37,8 @@ class Attention(torch.nn.Module):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def global_server_args(servers):
-    model = str(servers.checkpoint("qwen3"))
+def global_server_args(checkpoints):
+    model = str(checkpoints.plain("qwen3"))
     set_global_server_args_for_scheduler(ServerArgs(model_path=model, device="cpu", attention_backend="torch_native"))
 
 
