@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import torch
 
-from orbit_kernels.adapter import LINEAR_TARGETS, AdapterConfig, tensor_name
-from orbit_kernels.checkpoint import HFCheckpoint
-from orbit_kernels.fusing import fused_with
-from orbit_kernels.methods import AdapterMethod, OFTMethod
-from orbit_kernels.wire import Adapter
+from orbit_kernels.adapters import AdapterMethod, OFTMethod
+from orbit_kernels.adapters.config import LINEAR_TARGETS, AdapterConfig, tensor_name
+from orbit_kernels.checkpoint.files import HFCheckpoint
+from orbit_kernels.contract.payload import Adapter
+from orbit_kernels.linears.fusing import fused_with
 from tests.support.tiny_models import RAGGED_SIZES, SIZES
 
 LINEAR_WEIGHT = re.compile(r"(?P<module>(language_model\.)?model\.layers\.\d+\..*_proj(_with_mqa)?)\.weight")

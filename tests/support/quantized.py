@@ -9,11 +9,11 @@ import safetensors.torch
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from orbit_kernels.checkpoint import HFCheckpoint
+from orbit_kernels.checkpoint.files import HFCheckpoint
+from orbit_kernels.checkpoint.manifest import BaseManifest, first_difference
 from orbit_kernels.formats import Fp8Format, Int4Format, Mxfp4Format, Nvfp4Format, WeightFormat, read_base_scheme
 from orbit_kernels.formats.scheme.write import quantization_config
-from orbit_kernels.frozen import StoredWeight
-from orbit_kernels.manifest import BaseManifest, first_difference
+from orbit_kernels.frozen.product import StoredWeight
 from tests.support.adapters import LINEAR_WEIGHT
 
 FORMATS: dict[str, WeightFormat] = {

@@ -9,10 +9,10 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from orbit_kernels.checkpoint import HFCheckpoint
+from orbit_kernels.checkpoint.files import HFCheckpoint
+from orbit_kernels.contract.payload import Adapter
 from orbit_kernels.formats import WeightFormat, read_base_scheme
-from orbit_kernels.fusing import fused_with
-from orbit_kernels.wire import Adapter
+from orbit_kernels.linears.fusing import fused_with
 from tests.support.adapters import EXPERT, linears_of
 from tests.support.quantized import config_of, empty_model, stored_weights
 

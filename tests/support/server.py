@@ -17,7 +17,7 @@ import psutil
 import requests
 import torch
 
-from orbit_kernels.wire import Adapter
+from orbit_kernels.contract.payload import Adapter
 from tests.support.zygote import ENVIRONMENT, ForkedServer, Zygote
 
 Process = subprocess.Popen | ForkedServer

@@ -7,7 +7,7 @@ import safetensors
 import torch
 from safetensors.torch import save_file
 
-from orbit_kernels.checkpoint import HFCheckpoint
+from orbit_kernels.checkpoint.files import HFCheckpoint
 from orbit_kernels.formats import Fp8Format, Int4Format, Mxfp4Format, TensorSpec, WeightFormat
 from tests.support.formats import FORMATS, quantize, random_weight
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from orbit_kernels.checkpoint import HFCheckpoint
+from orbit_kernels.checkpoint.files import HFCheckpoint
 from orbit_kernels.formats import Fp8Format, Int4Format
 from tests.support.formats import quantize, random_weight
 

@@ -6,7 +6,8 @@ from compressed_tensors.compressors import MXFP4PackedCompressor, NVFP4PackedCom
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, preset_name_to_scheme
 from compressed_tensors.quantization.utils import calculate_qparams
 
-from orbit_kernels.formats import Mxfp4Format, Nvfp4Format, e2m1, nibbles
+from orbit_kernels.formats import Mxfp4Format, Nvfp4Format
+from orbit_kernels.formats.common import e2m1, nibbles
 from tests.support.formats import random_weight
 
 NVFP4_ARGUMENTS = preset_name_to_scheme("NVFP4A16", ["Linear"]).weights

@@ -6,14 +6,7 @@ import json
 import pytest
 import torch
 
-from orbit_kernels.formats import (
-    Bf16Format,
-    Fp8Format,
-    Int4Format,
-    Mxfp4Format,
-    Nvfp4Format,
-    read_base_scheme,
-)
+from orbit_kernels.formats import Bf16Format, Fp8Format, Int4Format, Mxfp4Format, Nvfp4Format, read_base_scheme
 from orbit_kernels.formats.scheme.write import quantization_config
 from tests.support.formats import FORMATS
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from orbit_kernels.formats import Bf16Format, Int4Format, Nvfp4Format
-from orbit_kernels.frozen import StoredWeight
+from orbit_kernels.frozen.product import StoredWeight
 from tests.support.formats import FORMATS, LARGEST_ERROR, quantize, random_weight
 
 ROWS, COLUMNS = 256, 384

@@ -6,7 +6,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from orbit_kernels.formats import Bf16Format, Int4Format
-from orbit_kernels.frozen import StoredWeight, frozen_matmul
+from orbit_kernels.frozen.product import StoredWeight, frozen_matmul
 from tests.support.formats import FORMATS, random_weight, stored
 
 MIB = 2**20

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from orbit_kernels.formats import Int4Format
-from orbit_kernels.frozen import StoredWeight, frozen_matmul
+from orbit_kernels.frozen.product import StoredWeight, frozen_matmul
 from tests.support.formats import FORMATS, stored
 from tests.support.live_bytes import LiveBytes
 

@@ -6,8 +6,8 @@ import json
 import pytest
 import torch
 
+from orbit_kernels.checkpoint.manifest import BaseManifest, Cut, first_difference, tensor_digest
 from orbit_kernels.formats import Int4Format
-from orbit_kernels.manifest import BaseManifest, Cut, first_difference, tensor_digest
 from tests.support.formats import FORMATS, quantize, random_weight
 
 MODULES = ("model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj")

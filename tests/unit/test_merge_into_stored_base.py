@@ -5,10 +5,11 @@ import torch
 from torch.nn import functional
 
 from orbit_cli.rounding_errors import LinearError
-from orbit_kernels import lora, oft
+from orbit_kernels.adapters import LoRAMethod, OFTMethod
+from orbit_kernels.adapters.lora import reference as lora
+from orbit_kernels.adapters.oft import reference as oft
 from orbit_kernels.formats import Nvfp4Format
-from orbit_kernels.frozen import StoredWeight, frozen_matmul
-from orbit_kernels.methods import LoRAMethod, OFTMethod
+from orbit_kernels.frozen.product import StoredWeight, frozen_matmul
 from tests.support.formats import FORMATS, stored
 
 ROWS, COLUMNS, BUDGET = 128, 384, 64 << 20

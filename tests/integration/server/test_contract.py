@@ -14,8 +14,8 @@ from orbit_cli import doctor
 from orbit_cli.doctor import State
 from orbit_cli.main import app
 from orbit_cli.server_checks import server_checks
-from orbit_kernels.manifest import BaseManifest
-from orbit_kernels.methods import OFTMethod
+from orbit_kernels.adapters import OFTMethod
+from orbit_kernels.checkpoint.manifest import BaseManifest
 from tests.support.adapters import random_adapter
 from tests.support.configurations import KEY
 from tests.support.quantized import difference_from_files

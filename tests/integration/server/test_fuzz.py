@@ -5,7 +5,7 @@ import requests
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orbit_kernels.wire import Adapter
+from orbit_kernels.contract.payload import Adapter
 from tests.support.adapters import random_adapter
 from tests.support.fuzz_bodies import JSON_TEXTS, fuzzed, json_bodies, payloads, with_text
 from tests.support.server import PROMPT, output_logprobs, spans

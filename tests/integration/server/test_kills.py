@@ -12,8 +12,8 @@ import psutil
 import pytest
 import requests
 
-from orbit_kernels.wire import Adapter
-from orbit_verl.slot_client import SlotClient, SlotError
+from orbit_kernels.contract.payload import Adapter
+from orbit_verl.publishing.slot_client import SlotClient, SlotError
 from tests.support.adapters import random_adapter
 from tests.support.configurations import CONFIGURATIONS
 from tests.support.server import Running, Server, output_logprobs, serve, wait_for

@@ -2,8 +2,8 @@
 
 import torch
 
-from orbit_kernels.manifest import BaseManifest
-from orbit_kernels.methods import OFTMethod
+from orbit_kernels.adapters import OFTMethod
+from orbit_kernels.checkpoint.manifest import BaseManifest
 from tests.support import tiny_models
 from tests.support.adapters import linears_of, random_adapter
 from tests.support.configurations import TWO_RANKS

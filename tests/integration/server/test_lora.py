@@ -6,9 +6,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from orbit_kernels.adapter import LINEAR_TARGETS
-from orbit_kernels.methods import LoRAMethod
-from orbit_kernels.wire import METADATA_KEY, Adapter
+from orbit_kernels.adapters import LoRAMethod
+from orbit_kernels.adapters.config import LINEAR_TARGETS
+from orbit_kernels.contract.payload import METADATA_KEY, Adapter
 from tests.support.adapters import random_adapter
 from tests.support.references import peft_logprobs
 from tests.support.server import PROMPT, all_logprobs, output_logprobs, spans

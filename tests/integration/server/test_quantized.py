@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from orbit_kernels.manifest import BaseManifest
+from orbit_kernels.checkpoint.manifest import BaseManifest
 from tests.support.adapters import RAGGED_LINEARS, random_adapter
 from tests.support.configurations import CONFIGURATIONS, SLOTS
 from tests.support.quantized import difference_from_files, quantize

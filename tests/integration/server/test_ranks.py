@@ -8,9 +8,9 @@ import pytest
 import requests
 import torch
 
-from orbit_kernels.checkpoint import HFCheckpoint
-from orbit_kernels.manifest import BaseManifest
-from orbit_kernels.methods import LoRAMethod, OFTMethod
+from orbit_kernels.adapters import LoRAMethod, OFTMethod
+from orbit_kernels.checkpoint.files import HFCheckpoint
+from orbit_kernels.checkpoint.manifest import BaseManifest
 from tests.support import tiny_models
 from tests.support.adapters import random_adapter
 from tests.support.configurations import CONFIGURATIONS, SLOTS, TWO_RANKS

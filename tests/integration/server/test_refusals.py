@@ -6,9 +6,9 @@ import pytest
 import requests
 import torch
 
-from orbit_kernels.adapter import AdapterConfig
-from orbit_kernels.methods import OFTMethod
-from orbit_kernels.wire import Adapter
+from orbit_kernels.adapters import OFTMethod
+from orbit_kernels.adapters.config import AdapterConfig
+from orbit_kernels.contract.payload import Adapter
 from tests.support.adapters import random_adapter
 from tests.support.server import output_logprobs
 

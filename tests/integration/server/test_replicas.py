@@ -5,10 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from orbit_kernels.wire import Adapter
-from orbit_verl.config import SlotSettings
-from orbit_verl.slot_client import SlotError
-from orbit_verl.sync import OrbitCheckpointEngine, version_of
+from orbit_kernels.contract.payload import Adapter
+from orbit_kernels.contract.versions import version_of
+from orbit_verl.config.keys import SlotSettings
+from orbit_verl.publishing.checkpoint_engine import OrbitCheckpointEngine
+from orbit_verl.publishing.slot_client import SlotError
 from tests.support.adapters import random_adapter
 from tests.support.configurations import CONFIGURATIONS
 from tests.support.link import Link

@@ -6,8 +6,8 @@ import pytest
 import requests
 import torch
 
-from orbit_kernels.adapter import LINEAR_TARGETS
-from orbit_kernels.wire import Adapter
+from orbit_kernels.adapters.config import LINEAR_TARGETS
+from orbit_kernels.contract.payload import Adapter
 from tests.support.adapters import random_adapter
 from tests.support.references import peft_logprobs
 from tests.support.server import PROMPT, Running, all_logprobs, output_logprobs, prompt_logprobs, spans, wait_for

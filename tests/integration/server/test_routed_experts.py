@@ -17,7 +17,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from orbit_kernels.wire import Adapter
+from orbit_kernels.contract.payload import Adapter
 from tests.support import in_process, tiny_models
 from tests.support.adapters import random_adapter
 from tests.support.references import save_adapter

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from orbit_kernels.wire import Adapter
-from orbit_verl.slot_client import SlotClient, SlotError
+from orbit_kernels.contract.payload import Adapter
+from orbit_verl.publishing.slot_client import SlotClient, SlotError
 from tests.support.adapters import random_adapter
 from tests.support.link import Link
 from tests.support.server import Server

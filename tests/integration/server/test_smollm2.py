@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from orbit_kernels.manifest import BaseManifest
+from orbit_kernels.checkpoint.manifest import BaseManifest
 from recipes.smollm2_135m.checkpoint import write_checkpoint
 from tests.support import in_process, references
 from tests.support.quantized import difference_from_files, quantize

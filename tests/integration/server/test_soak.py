@@ -17,8 +17,8 @@ from sglang.bench_one_batch import decode, extend
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from orbit_sglang.scheduler import RequestVersion
-from orbit_sglang.versions import BASE_SLOT
+from orbit_sglang.control.slots import BASE_SLOT
+from orbit_sglang.scheduler.slot_scheduler import RequestVersion
 from tests.support.adapters import random_adapter
 from tests.support.in_process import ADAPTED_SLOT, Served, served
 from tests.support.server import Server, spans

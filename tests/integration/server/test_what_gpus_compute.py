@@ -4,9 +4,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from orbit_kernels.manifest import BaseManifest
-from orbit_sglang.quant import stored
-from orbit_sglang.quant.preflight import check_checkpoint
+from orbit_kernels.checkpoint.manifest import BaseManifest
+from orbit_sglang.base import stored
+from orbit_sglang.startup.checkpoint_check import check_checkpoint
 from tests.support import in_process
 from tests.support.quantized import difference_from_files, quantize, stored_weights
 
