@@ -131,7 +131,7 @@ def test_what_only_the_reference_computes_is_refused_on_a_gpu(checkpoints, style
 
 def test_a_tensor_that_sglang_does_not_load_stops_the_start(checkpoints, monkeypatch):
     """SGLang looks the block scales of a Llama up under another name, warns, and would serve uninitialised ones."""
-    monkeypatch.setattr("orbit_sglang.cpu.fp8._rename", lambda layer, old, new: None)
+    monkeypatch.setattr("orbit_sglang.base.quantization._rename", lambda layer, old, new: None)
     with pytest.raises(ValueError, match=r"q_proj\.weight_scale_inv: 4 of 4 scales are NaN"):
         with in_process.served(checkpoints.quantized("llama", "fp8"), dtype="bfloat16"):
             pass
