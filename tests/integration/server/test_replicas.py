@@ -55,7 +55,7 @@ def replicas(server, second) -> Iterator[Replicas]:
     link = Link((host, int(port)))
     replicas = Replicas([server, second], link)
     second.wait_until_idle()
-    replicas.publish(max(server.new_version() for server in replicas.checkpoints), random_adapter(80))
+    replicas.publish(max(server.new_version() for server in replicas.servers), random_adapter(80))
     yield replicas
     link.close()
 
@@ -65,7 +65,7 @@ def test_a_version_reaches_both(replicas):
     metrics = replicas.publish(version, random_adapter(81))
     assert metrics["orbit/version/served"] == version
     assert replicas.active() == replicas.answered() == [version, version]
-    first, second = (server.generate(orbit_version=version) for server in replicas.checkpoints)
+    first, second = (server.generate(orbit_version=version) for server in replicas.servers)
     assert first["output_ids"] == second["output_ids"]
 
 
