@@ -73,10 +73,6 @@ class AdapterMethod(abc.ABC):
         """The weight, at least fp32, whose plain linear equals the adapted one."""
 
     @abc.abstractmethod
-    def unmerge(self, merged_OI: "Tensor", tensors: Mapping[str, "Tensor"]) -> "Tensor":
-        """Undo ``merge``."""
-
-    @abc.abstractmethod
     def shard_rows(self, tensors: Mapping[str, "Tensor"], start: int, stop: int) -> dict[str, "Tensor"]:
         """The tensors for rows ``start:stop`` of the weight, as views."""
 

@@ -27,7 +27,7 @@ def quantization_config(weight_format: WeightFormat, ignored: Sequence[str]) -> 
     if isinstance(weight_format, Int4Format):
         weights = _arguments("int", "group", weight_format.group_size)
         return _compressed_tensors("pack-quantized", weights | {"symmetric": weight_format.symmetric}, None, ignored)
-    if isinstance(weight_format, Mxfp4Format) and weight_format.style == "compressed-tensors":
+    if isinstance(weight_format, Mxfp4Format):
         weights = _arguments("float", "group", weight_format.describe()["group_size"])
         return _compressed_tensors("mxfp4-pack-quantized", weights | {"scale_dtype": "torch.uint8"}, None, ignored)
     if isinstance(weight_format, Nvfp4Format) and weight_format.style == "compressed-tensors":
