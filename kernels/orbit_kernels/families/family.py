@@ -5,8 +5,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from torch import nn
-
 from orbit_kernels.families.architecture import DecoderArchitecture, LatentAttention, MixtureOfExperts
 from orbit_kernels.formats import read_base_scheme
 
@@ -33,7 +31,7 @@ class Family:
         architecture: the entry of ``architectures`` in ``config.json``.
         model_types: values of ``model_type`` there.
         prefix: of every tensor's name in the checkpoint, empty or ending in a dot.
-        rotary: transformers' module of the rotary frequencies.
+        rotary: makes transformers' module of the rotary frequencies from the text model's configuration.
         rope_types: values of ``rope_parameters.rope_type`` that are implemented.
         qk_norm: whether queries and keys are normalised per head.
         latent: reads the attention over latents from the text model's configuration, None for grouped-query attention.
@@ -45,7 +43,7 @@ class Family:
     architecture: str
     model_types: tuple[str, ...]
     prefix: str = ""
-    rotary: type[nn.Module]
+    rotary: Callable[[Any], Any]
     rope_types: tuple[str, ...] = ("default", "llama3")
     qk_norm: bool = False
     latent: Callable[[Any], LatentAttention] | None = None

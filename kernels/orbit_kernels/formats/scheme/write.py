@@ -67,12 +67,13 @@ def _compressed_tensors(
     import compressed_tensors
     from compressed_tensors.quantization import QuantizationConfig
 
-    config = QuantizationConfig(
-        config_groups={
-            "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "format": file_format}
-        },
-        format=file_format,
-        ignore=list(ignored),
-        quantization_status="compressed",
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "format": file_format}
+    config = QuantizationConfig.model_validate(
+        {
+            "config_groups": {"group_0": group},
+            "format": file_format,
+            "ignore": list(ignored),
+            "quantization_status": "compressed",
+        }
     )
     return config.model_dump(mode="json") | {"version": compressed_tensors.__version__}
