@@ -32,7 +32,7 @@ def test_twenty_stagings_leave_a_running_request_bitwise_unchanged(server):
 
 @pytest.mark.server("qwen3", "qwen3 on two ranks")
 def test_finish_ends_a_request_on_the_version_it_started_with(server):
-    """field-cases #14."""
+    """docs/field-cases.md: labels of the old version."""
     old = server.install(random_adapter(1))
     alone = server.generate(tokens=LONG)
     new = server.new_version()
@@ -83,7 +83,10 @@ def test_a_request_that_chose_its_version_keeps_it(server):
 
 
 def test_sixteen_requests_survive_activations_that_hold_the_loop_under_a_millisecond(server):
-    """field-cases #18; the pause is measured in the scheduler, around the whole operation."""
+    """The pause is measured in the scheduler, around the whole operation.
+
+    docs/field-cases.md: activation aborts nothing.
+    """
     server.install(random_adapter(1))
     server.install(random_adapter(2))
     older, newer = server.status()["versions"][1:]
@@ -118,7 +121,7 @@ def test_requests_that_have_not_started_take_the_new_version(server):
 
 @pytest.mark.server("qwen3", "qwen3 on two ranks")
 def test_requests_that_lose_their_cache_in_a_pause_all_finish(server):
-    """field-cases #21: four retracted, the rest queued, then an activation."""
+    """Four retracted, the rest queued, then an activation. docs/field-cases.md: paused and retracted requests."""
     old = server.install(random_adapter(1))
     alone = server.generate(tokens=LONG)
     new = server.new_version()

@@ -52,7 +52,7 @@ def test_split_rotations_equal_peft_per_token(server, checkpoints, tmp_path):
 
 
 def test_one_part_of_a_fused_projection_may_carry_a_rotation(server, checkpoints, tmp_path):
-    """field-cases #10: q_proj alone; k_proj and v_proj are the base."""
+    """q_proj alone; k_proj and v_proj are the base. docs/field-cases.md: what the version before left."""
     adapter = split_adapter(2, targets=("q_proj", "down_proj"))
     server.install(adapter)
     answer = server.generate(tokens=24)
@@ -92,7 +92,7 @@ def test_a_switch_in_the_middle_of_a_chunked_prefill_pollutes_no_cache(server):
 
 
 def test_state_changing_routes_need_the_key(server):
-    """field-cases S1."""
+    """docs/field-cases.md: routes and keys."""
     payload = split_adapter(1).encode()
     calls = [
         ("POST", "/orbit/stage?version=10000", payload),
@@ -122,7 +122,7 @@ def test_a_payload_beyond_the_limit_is_refused(server):
 
 
 def test_a_stalled_payload_blocks_nobody_and_is_given_up(server):
-    """field-cases S9."""
+    """docs/field-cases.md: staging that stalls."""
     version = server.new_version()
     stalled = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=30)
     stalled.putrequest("POST", f"/orbit/stage?version={version}")

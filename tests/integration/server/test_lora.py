@@ -56,7 +56,7 @@ def test_base_and_two_versions_of_other_alpha_in_one_batch(server):
 
 
 def test_a_module_that_the_next_version_leaves_out_is_the_base_again(server):
-    """field-cases #10: q_proj and down_proj, then q_proj alone in the same slot."""
+    """q_proj and down_proj, then q_proj alone in the same slot. docs/field-cases.md: what the version before left."""
     both, only = adapter(1, targets=("q_proj", "down_proj")), adapter(2, targets=("q_proj",))
     server.install(both)
     server.install(only)
@@ -89,7 +89,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_the_slots_cannot_hold_is_refused_with_the_fix(server, case):
-    """field-cases #3, #7: the active slot is unchanged."""
+    """The active slot is unchanged. docs/field-cases.md: names that fit nothing; tied embeddings."""
     payload, fix = REFUSED[case]
     version = server.install(adapter(3))
     before, slots = server.generate(), server.status()["slots"]

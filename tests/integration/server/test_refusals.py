@@ -78,7 +78,7 @@ def test_a_payload_that_does_not_fit_is_refused(server, case):
 
 
 def test_one_unknown_name_among_eight_is_listed(server):
-    """field-cases #3."""
+    """docs/field-cases.md: names that fit nothing."""
     tensors = {name: GOOD.tensors[name] for name in NAMES[:7]} | {
         "base_model.model.x.oft_R.weight": torch.zeros(2, 496)
     }
@@ -87,14 +87,14 @@ def test_one_unknown_name_among_eight_is_listed(server):
 
 
 def test_an_adapter_that_matches_nothing_is_refused(server):
-    """field-cases #3."""
+    """docs/field-cases.md: names that fit nothing."""
     config = AdapterConfig(target_modules=("wqkv",))
     error = refuse(server, Adapter({"base_model.model.wqkv.oft_R.weight": torch.zeros(2, 496)}, config))
     assert any("match no linear of the model" in problem for problem in error["detail"])
 
 
 def test_a_pickle_is_refused_and_never_loaded(server, tmp_path):
-    """field-cases S3."""
+    """docs/field-cases.md: pickle payload."""
     marker = tmp_path / "marker"
     refuse(server, pickle.dumps(Marker(marker)))
     assert not marker.exists()

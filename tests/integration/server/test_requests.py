@@ -38,7 +38,7 @@ def test_equals_peft_per_token(server, checkpoints, tmp_path, targets):
 
 
 def test_the_active_version_answers_on_every_route_that_names_none(server):
-    """field-cases #1."""
+    """docs/field-cases.md: no path misses the adapter."""
     base = server.generate()
     version = server.install(random_adapter(1))
     adapted = server.generate()
@@ -61,7 +61,7 @@ def test_the_active_version_answers_on_every_route_that_names_none(server):
 
 @pytest.mark.parametrize("route, field", [("/v1/completions", "prompt"), ("/v1/chat/completions", "messages")])
 def test_openai_routes_report_versions_and_honour_the_choice(server, route, field):
-    """field-cases #1."""
+    """docs/field-cases.md: no path misses the adapter."""
     version = server.install(random_adapter(1))
     prompt = TEXT if field == "prompt" else [{"role": "user", "content": TEXT}]
     body = {"model": "m", field: prompt, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "n": 2}
@@ -128,7 +128,10 @@ def test_base_and_two_versions_in_one_batch(server):
 
 
 def test_a_module_that_the_next_version_leaves_out_is_the_base_again(server):
-    """field-cases #10: the same slot holds q_proj and down_proj first, then o_proj alone."""
+    """The same slot holds q_proj and down_proj first, then o_proj alone.
+
+    docs/field-cases.md: what the version before left.
+    """
     both = random_adapter(1, targets=("o_proj", "down_proj"))
     only = random_adapter(2, targets=("o_proj",))
     server.install(both)
@@ -146,7 +149,7 @@ def test_a_module_that_the_next_version_leaves_out_is_the_base_again(server):
 
 
 def test_no_cached_prefix_crosses_versions(server):
-    """field-cases #12; entries of an old version serve again after a rollback."""
+    """Entries of an old version serve again after a rollback. docs/field-cases.md: cached prefix of another version."""
     prompt = [(7 * index) % 50 + 3 for index in range(200)]
     first, second = random_adapter(3), random_adapter(4)
     old = server.install(first)
@@ -168,7 +171,7 @@ def test_no_cached_prefix_crosses_versions(server):
 
 
 def test_logprobs_are_those_of_the_temperature_that_was_sampled_with(server):
-    """field-cases #23."""
+    """docs/field-cases.md: temperature on both sides."""
 
     def at(logits: torch.Tensor, temperature: float) -> torch.Tensor:
         return (logits / temperature).log_softmax(-1)
@@ -199,7 +202,7 @@ def test_the_adapter_is_returned_as_it_was_staged(server):
 
 @pytest.mark.server("qwen3", "qwen3 on two ranks")
 def test_abandoned_requests_free_their_slot(server):
-    """field-cases #19."""
+    """docs/field-cases.md: slots are given back."""
     version = server.install(random_adapter(1))
     long = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 12000, "ignore_eos": True}}
     four = {"input_ids": [PROMPT, PROMPT[1:]], "sampling_params": {"max_new_tokens": 256, "ignore_eos": True, "n": 4}}

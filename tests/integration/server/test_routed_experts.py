@@ -172,7 +172,7 @@ def switched(server: Server, adapters, prompts: list[list[int]], tokens: int) ->
 
 
 def test_a_request_that_goes_on_with_another_version(server, reference, adapters):
-    """Each token has the experts of the version that computed it; field-cases #29's kind."""
+    """Each token has the experts of the version that computed it. docs/field-cases.md: a route for each position."""
     (answer,) = switched(server, adapters, [PROMPT], 120)
     (_, _, count), (_, _, rest) = spans(answer)
     ids, record = PROMPT + answer["output_ids"], recorded(answer)
@@ -206,7 +206,7 @@ def test_a_retracted_request_keeps_what_was_recorded(server, reference, adapters
 
 
 def test_an_aborted_request_and_one_that_takes_it_up(server, reference):
-    """field-cases #29: as many rows as positions, none twice."""
+    """As many rows as positions, none twice. docs/field-cases.md: a route for each position."""
     streams = Streams(server, [PROMPT], 400)
     streams.wait_for_tokens(10)
     assert server.post("/abort_request", {"rid": streams.rids[0]}).status_code == 200

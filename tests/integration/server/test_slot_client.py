@@ -1,4 +1,4 @@
-"""The trainer's client against a real server behind a link that fails (field-cases #22)."""
+"""The trainer's client against a real server behind a link that fails. docs/field-cases.md: server fails or hangs."""
 
 import asyncio
 from collections.abc import Iterator

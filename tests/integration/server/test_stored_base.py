@@ -33,7 +33,10 @@ def linears(model: torch.nn.Module) -> dict[str, LinearBase]:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("style", STYLES)
 def test_the_server_holds_the_bits_of_the_files_and_nothing_more(checkpoints, family, style):
-    """field-cases #31, #44 (parts that end inside a block), #45 (three global scales in one fused projection)."""
+    """Parts that end inside a block; three global scales in one fused projection.
+
+    docs/field-cases.md: the same dequantised bits; blocks that do not fit; global scales of a fused linear.
+    """
     folder = checkpoints.quantized(family, style)
     expected = stored_weights(folder)
     with in_process.served(folder, dtype="bfloat16") as served:
@@ -188,7 +191,10 @@ def change_group_size(folder) -> None:
     ],
 )
 def test_a_damaged_checkpoint_is_refused_by_the_name_of_its_tensor(checkpoints, tmp_path, style, damage, reason):
-    """field-cases #31 (a mismatched group size), #47 (another bias)."""
+    """A mismatched group size, and another bias, among them.
+
+    docs/field-cases.md: the same dequantised bits; UE8M0 exponent bias.
+    """
     folder = quantize(checkpoints.ragged("qwen3"), tmp_path / style, style)
     check_checkpoint(str(folder), "cpu")
     damage(folder)

@@ -65,7 +65,10 @@ def test_an_unquantised_linear_stored_in_bytes_is_refused(checkpoints, tmp_path,
 
 @pytest.mark.parametrize("style", GLOBAL_SCALES)
 def test_every_fused_part_overwrites_what_memory_held(checkpoints, monkeypatch, style):
-    """field-cases #45: the scales' memory is full of 1e9 when SGLang's loader starts."""
+    """The scales' memory is full of 1e9 when SGLang's loader starts.
+
+    docs/field-cases.md: global scales of a fused linear.
+    """
     filled = []
 
     def fill(model, scheme):
