@@ -34,7 +34,7 @@ CONFIGURATIONS = {
         "llama",
         (
             *(*SLOTS, "--orbit-fused", "split", "--orbit-block-size", "16", "--enable-metrics"),
-            *("--orbit-max-adapter-bytes", "2000000", "--orbit-stage-timeout-s", "10", "--skip-tokenizer-init"),
+            *("--orbit-max-adapter-bytes", "2000000", "--orbit-stage-timeout-s", "5", "--skip-tokenizer-init"),
             *("--disable-overlap-schedule", "--chunked-prefill-size", "64", "--admin-api-key", KEY),
         ),
         key=KEY,

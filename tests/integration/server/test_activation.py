@@ -9,7 +9,7 @@ from tests.support.server import PROMPT, Running, output_logprobs, spans, wait_f
 
 pytestmark = pytest.mark.server("qwen3")
 
-LONG = 400
+LONG = 200
 
 
 def test_twenty_stagings_leave_a_running_request_bitwise_unchanged(server):
@@ -17,7 +17,7 @@ def test_twenty_stagings_leave_a_running_request_bitwise_unchanged(server):
     version = server.new_version()
     adapters = [random_adapter(seed) for seed in range(20)]
     during = []
-    running = Running(lambda: [server.generate(tokens=LONG) for _ in range(8)])
+    running = Running(lambda: [server.generate(tokens=LONG) for _ in range(6)])
     wait_for(lambda: server.status()["requests"])
     for offset, adapter in enumerate(adapters):
         assert server.stage(version + offset, adapter).status_code == 200

@@ -77,7 +77,7 @@ def test_a_switch_in_the_middle_of_a_chunked_prefill_pollutes_no_cache(server):
     old = server.install(split_adapter(1))
     new = server.new_version()
     assert server.stage(new, split_adapter(2)).status_code == 200
-    prompts = [[(step * index) % 50 + 3 for index in range(1900)] for step in (7, 11, 13)]
+    prompts = [[(step * index) % 50 + 3 for index in range(900)] for step in (7, 11, 13)]
     quick = {"prompt": prompts, "tokens": 8, "logprob_start_len": -1}
     running = Running(lambda: server.generate(**quick))
     wait_for(lambda: sum(server.status()["requests"].values()) == 3)
@@ -160,7 +160,7 @@ def test_metrics_are_exported(server):
         lines = server.get("/metrics").text.splitlines()
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if "orbit_" in line[:6])}
 
-    with server.in_flight(tokens=1500):
+    with server.in_flight(tokens=400):
         wait_for(lambda: exported().get('orbit_requests_in_flight{version="0"}') == 1)
     metrics = exported()
     assert metrics["orbit_active_version"] == 0
@@ -255,7 +255,7 @@ def found_by_doctor(server, key: str | None) -> dict[str, doctor.Check]:
 def test_doctor_says_what_the_server_holds(server):
     version = server.install(split_adapter(1))
     assert server.stage(version + 1, split_adapter(2)).status_code == 200
-    with server.in_flight(tokens=1500):
+    with server.in_flight(tokens=400):
         found = found_by_doctor(server, KEY)
     assert {check.state for check in found.values()} == {State.OK}
     digests = {slot["version"]: slot["digest"][:12] for slot in server.status()["slots"]}

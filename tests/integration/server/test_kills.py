@@ -57,6 +57,11 @@ def sync(server: Server, version: int, adapter: Adapter) -> dict:
     return asyncio.run(slots.activate(version, "finish"))
 
 
+def connections(http: psutil.Process) -> list:
+    """What a client still holds open."""
+    return [one for one in http.net_connections("tcp") if one.status == psutil.CONN_ESTABLISHED]
+
+
 def error_of(call: Callable[[], object]) -> Exception | None:
     try:
         call()
@@ -68,6 +73,7 @@ def test_a_client_that_dies_halfway_leaves_nothing_behind(server):
     active = server.install(random_adapter(1))
     version, payload, before = server.new_version(), random_adapter(2).encode(), server.status()
     http = server.processes()[0]
+    wait_for(lambda: not connections(http))
     num_files = http.num_fds()
     with staging_client(server, version, payload, len(payload) // 2) as client:
         wait_for(lambda: http.num_fds() >= num_files + 2)  # its connection, and the spooled body
