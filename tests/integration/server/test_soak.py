@@ -24,8 +24,8 @@ from tests.support.in_process import ADAPTED_SLOT, Served, served
 from tests.support.server import Server, spans
 
 pytestmark = [pytest.mark.slow, pytest.mark.sized, pytest.mark.server("qwen3", "qwen3 on two ranks")]
-# By configuration; the schedulers of two ranks must keep the same books.
-NUM_REQUESTS = {"qwen3": 1000, "qwen3 on two ranks": 300}
+# By the number of ranks, whose schedulers must keep the same books.
+NUM_REQUESTS = {1: 1000, 2: 300}
 
 CONCURRENCY = 32
 LENGTHS = (8, 16, 24)
@@ -168,8 +168,8 @@ def references(running):
 
 
 @pytest.fixture(scope="module")
-def soak(request, running, references):
-    num_requests = int(os.environ.get("ORBIT_SOAK_REQUESTS", NUM_REQUESTS[request.node.callspec.params["running"]]))
+def soak(running, references):
+    num_requests = int(os.environ.get("ORBIT_SOAK_REQUESTS", NUM_REQUESTS[len(running.schedulers())]))
     soak = Soak(running, running.status()["active_version"], num_requests)
     asyncio.run(soak.run())
     running.wait_until_idle()
