@@ -97,7 +97,7 @@ class Adapter:
 
     def _save(self, metadata: Mapping[str, str]) -> bytes:
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors.items()}
-        # safetensors refuses tensors that share memory.
+        # safetensors refuses tensors that share memory: the first is written from there, the others from copies.
         first = {tensor.untyped_storage().data_ptr(): name for name, tensor in reversed(tensors.items())}
         of_their_own = set(first.values())
         apart = {name: tensor if name in of_their_own else tensor.clone() for name, tensor in tensors.items()}
