@@ -29,9 +29,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.sglang_server import serve
 from orbit_kernels.adapters import METHODS, AdapterMethod
-from orbit_kernels.adapters.config import LINEAR_TARGETS, AdapterConfig, tensor_name
+from orbit_kernels.adapters.config import AdapterConfig, tensor_name
 from orbit_kernels.contract.payload import Adapter
-from orbit_kernels.linears.fusing import fused_with
 
 NUM_REQUESTS = 32
 NUM_PROMPT_TOKENS = 8
@@ -285,17 +284,16 @@ def random_adapter(model: Path, method: AdapterMethod, *, tied: bool) -> Adapter
     """An adapter on every linear of a dense model."""
     with torch.device("meta"):
         modules = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).named_modules()
-    generator = torch.Generator().manual_seed(0)
+    generator, config = torch.Generator().manual_seed(0), AdapterConfig(method=method)
     tensors: dict[str, torch.Tensor] = {}
-    for name, module in modules:
-        if name.rsplit(".", 1)[-1] not in LINEAR_TARGETS:
+    for module, linear in modules:
+        if not config.targets(module):
             continue
-        for leaf, shape in method.shapes(*module.weight.shape).items():
-            first = tensors.get(tensor_name(fused_with(name)[0], leaf))
-            is_shared = tied and leaf == method.shared_leaf and first is not None
+        for leaf, shape in method.shapes(*linear.weight.shape).items():
+            name = tensor_name(module, leaf)
             drawn = ADAPTER_SCALE * torch.randn(shape, generator=generator)
-            tensors[tensor_name(name, leaf)] = first if is_shared else drawn.bfloat16()
-    return Adapter(tensors, AdapterConfig(method=method))
+            tensors.setdefault(config.tied_names(name)[0] if tied else name, drawn.bfloat16())
+    return Adapter(tensors, config, tied)
 
 
 def random_prompts(model: Path) -> list[list[int]]:

@@ -41,7 +41,6 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
 MODULE_PARENTS = {"q_proj": "self_attn", "k_proj": "self_attn", "v_proj": "self_attn", "o_proj": "self_attn"}
 # No width of attention stands in for another, and groups of 32 divide those of all inputs. YaRN stretches 64 positions to
 # 16384.
@@ -156,18 +155,16 @@ def random_adapter(
     The parts of a fused projection share what acts on the input in a tied one.
     """
     generator = torch.Generator().manual_seed(seed)
-    method = method or OFTMethod(block_size=block_size)
+    config = AdapterConfig(method=method or OFTMethod(block_size=block_size), target_modules=targets)
     tensors: dict[str, torch.Tensor] = {}
     for layer in range(sizes["num_hidden_layers"]):
-        shared: dict[str, torch.Tensor] = {}
         for target in targets:
             module = f"model.layers.{layer}.{MODULE_PARENTS.get(target, 'mlp')}.{target}"
-            for leaf, shape in method.shapes(*linear_shape(target, sizes)).items():
+            for leaf, shape in config.method.shapes(*linear_shape(target, sizes)).items():
+                name = tensor_name(module, leaf)
                 tensor = (scale * torch.randn(shape, generator=generator)).to(dtype)
-                if tied and leaf == method.shared_leaf:
-                    tensor = shared.setdefault(FUSED.get(target, target), tensor)
-                tensors[tensor_name(module, leaf)] = tensor
-    return Adapter(tensors, AdapterConfig(method=method, target_modules=targets))
+                tensors.setdefault(config.tied_names(name)[0] if tied else name, tensor)
+    return Adapter(tensors, config, tied)
 
 
 def linear_shape(target: str, sizes: Mapping[str, int]) -> tuple[int, int]:

@@ -38,12 +38,14 @@ CONTROL = {"version": 1, "inflight": "switch"}
 
 def payload(method: AdapterMethod) -> bytes:
     """A valid payload; q_proj and k_proj share what acts on the input."""
+    config = AdapterConfig(method=method, target_modules=("q_proj", "k_proj", "down_proj"))
     tensors = {
         tensor_name(module, leaf): torch.full(shape, 0.01)
         for module, size in LINEARS.items()
         for leaf, shape in method.shapes(*size).items()
+        if config.tied_names(tensor_name(module, leaf))[0] == tensor_name(module, leaf)
     }
-    return Adapter(tensors, AdapterConfig(method=method, target_modules=("q_proj", "k_proj", "down_proj"))).encode()
+    return Adapter(tensors, config, tied=True).encode()
 
 
 def result_of(call: Coroutine) -> Any:

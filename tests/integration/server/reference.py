@@ -4,7 +4,6 @@ import pathlib
 
 import torch
 from peft import PeftModel
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from orbit_kernels.contract.payload import Adapter
@@ -16,9 +15,7 @@ def logprobs(checkpoint: pathlib.Path, adapter: Adapter | None, ids: list[int], 
     if adapter is not None:
         folder.mkdir()
         (folder / "adapter_config.json").write_text(adapter.config.to_peft_json())
-        save_file(
-            {name: tensor.clone() for name, tensor in adapter.tensors.items()}, folder / "adapter_model.safetensors"
-        )
+        (folder / "adapter_model.safetensors").write_bytes(adapter.to_peft_file())
         model = PeftModel.from_pretrained(model, folder).eval()
     with torch.no_grad():
         logits_TV = model(torch.tensor([ids])).logits[0, :-1].float()

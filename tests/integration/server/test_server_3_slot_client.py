@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import socket
 import threading
 from collections.abc import Iterator
@@ -133,7 +134,7 @@ def test_a_lost_answer_is_not_a_lost_version(qwen3, link):
 def test_a_refusal_is_not_retried(qwen3, link):
     broken = random_adapter(76, tied=True)
     name = next(iter(broken.tensors))
-    broken = Adapter({**broken.tensors, name: broken.tensors[name][:-1]}, broken.config)
+    broken = dataclasses.replace(broken, tensors={**broken.tensors, name: broken.tensors[name][:-1]})
     with pytest.raises(SlotError, match="422.*shape"):
         stage(client(link), qwen3.new_version(), broken)
     assert link.connections == 1

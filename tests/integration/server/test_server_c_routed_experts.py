@@ -19,7 +19,6 @@ import tiny_models
 import torch
 from harness import PROMPT, spans, wait_for
 from peft import PeftModel
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from orbit_kernels.contract.payload import Adapter
@@ -41,9 +40,7 @@ class Reference:
             place = folder / name
             place.mkdir()
             (place / "adapter_config.json").write_text(adapter.config.to_peft_json())
-            save_file(
-                {key: tensor.clone() for key, tensor in adapter.tensors.items()}, place / "adapter_model.safetensors"
-            )
+            (place / "adapter_model.safetensors").write_bytes(adapter.to_peft_file())
             if self._adapted is None:
                 self._adapted = PeftModel.from_pretrained(self._base, place, adapter_name=name).eval()
             else:
