@@ -11,7 +11,9 @@ from sglang.srt.server_args import ServerArgs
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
 
-VERSIONS_KEY = "orbit_versions"
+from orbit_kernels.contract.keys import VERSIONS_KEY
+from orbit_kernels.contract.versions import steps_of, version_of
+
 RECORD_KEY = "routed_experts"
 
 
@@ -74,12 +76,12 @@ class OrbitHttpServer(SGLangHttpServer):
         if self.config.enable_rollout_routing_replay:
             check_record(reply, len(prompt_ids))
         spans = reply["meta_info"][VERSIONS_KEY]
-        versions = [version for version, _, _ in spans] or [self.global_steps + 1]
+        versions = [version for version, _, _ in spans] or [version_of(self.global_steps)]
         output.extra_fields.update(
             {
                 VERSIONS_KEY: spans,
-                "min_global_steps": min(versions) - 1,
-                "max_global_steps": max(versions) - 1,
+                "min_global_steps": steps_of(min(versions)),
+                "max_global_steps": steps_of(max(versions)),
             }
         )
         return output
