@@ -111,7 +111,8 @@ class AsyncSlotClient:
         """A version's payload, as it was staged."""
         return (await self._send(routes.ADAPTER, timeout_s, params={"version": version})).content
 
-    async def _call(self, route: Route, timeout_s: float | None, **request: Any) -> BaseModel:
+    async def _call[Answer: BaseModel](self, route: Route[Answer], timeout_s: float | None, **request: Any) -> Answer:
+        assert route.answer is not None
         response = await self._send(route, timeout_s, **request)
         try:
             return route.answer.model_validate_json(response.content)

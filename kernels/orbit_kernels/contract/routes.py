@@ -21,7 +21,7 @@ PAYLOAD = "application/octet-stream"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Route:
+class Route[Answer: BaseModel]:
     """One route.
 
     Args:
@@ -39,7 +39,7 @@ class Route:
     method: Literal["GET", "POST"]
     path: str
     summary: str
-    answer: type[BaseModel] | None
+    answer: type[Answer] | None
     needs_key: bool
     refusals: tuple[ErrorCode, ...] = ()
     query: tuple[str, ...] = ()
