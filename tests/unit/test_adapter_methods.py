@@ -1,4 +1,4 @@
-"""One suite over every adapter method: identity at the start, merge, unmerge, save, load, shard."""
+"""One suite over every adapter method: identity at the start, merge, save, load, shard."""
 
 import json
 
@@ -65,7 +65,7 @@ def test_output_dtype_is_the_inputs(method, input_dtype, adapter_dtype):
     assert adapted.dtype == input_dtype and not torch.equal(adapted, x @ weight.T)
 
 
-def test_merge_equals_the_adapted_forward_and_unmerge_undoes_it(method):
+def test_merge_equals_the_adapted_forward(method):
     """field-cases #36."""
     weight, x = weight_and_input()
     tensors = trained(method)
@@ -74,7 +74,6 @@ def test_merge_equals_the_adapted_forward_and_unmerge_undoes_it(method):
     torch.testing.assert_close(
         x @ merged.T, method.linear(x, weight, tensors), rtol=0, atol=1e-5 * weight.norm().item()
     )
-    torch.testing.assert_close(method.unmerge(merged, tensors), weight, rtol=0, atol=1e-5)
 
 
 def test_row_shards_are_the_whole(method):

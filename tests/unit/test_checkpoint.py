@@ -149,12 +149,12 @@ def test_a_wrong_weight_shape_is_named(tmp_path):
 
 
 def test_dtypes_with_the_same_bits_are_converted(tmp_path):
-    """DeepSeek's experts: codes as int8, scales as float8_e8m0fnu; Kimi's weight_shape as int32."""
-    weight_format = Mxfp4Format(style="deepseek")
+    """Codes as int8, scales as float8_e8m0fnu."""
+    weight_format = Mxfp4Format()
     tensors = tensors_of(weight_format)
     for module in MODULES:
-        tensors[f"{module}.weight"] = tensors[f"{module}.weight"].view(torch.int8)
-        tensors[f"{module}.scale"] = tensors[f"{module}.scale"].view(torch.float8_e8m0fnu)
+        tensors[f"{module}.weight_packed"] = tensors[f"{module}.weight_packed"].view(torch.int8)
+        tensors[f"{module}.weight_scale"] = tensors[f"{module}.weight_scale"].view(torch.float8_e8m0fnu)
     checkpoint = write(tmp_path, tensors)
     checkpoint.check(expected_of(weight_format))
     read = checkpoint.stored_weight(MODULES[0], weight_format, ROWS, COLUMNS)

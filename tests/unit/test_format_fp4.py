@@ -229,5 +229,8 @@ def test_other_scale_dtypes_are_not_accepted():
 def test_widths_that_do_not_divide_are_refused(weight_format):
     with pytest.raises(ValueError, match="40 columns are no multiple of"):
         weight_format.specs(8, 40)
+
+
+def test_unknown_styles_are_refused():
     with pytest.raises(ValueError, match="style 'gguf'"):
-        type(weight_format)(style="gguf")
+        Nvfp4Format(style="gguf")

@@ -88,7 +88,7 @@ def test_cayley_mode_is_stored_and_honoured():
 
 
 @pytest.mark.parametrize("terms", (5, None))
-def test_merge_equals_the_rotated_forward_and_unmerge_undoes_it(terms):
+def test_merge_equals_the_rotated_forward(terms):
     """field-cases #36."""
     generator = torch.Generator().manual_seed(3)
     weight, x = torch.randn(48, WIDTH, generator=generator), torch.randn(9, WIDTH, generator=generator)
@@ -96,7 +96,6 @@ def test_merge_equals_the_rotated_forward_and_unmerge_undoes_it(terms):
     merged = oft.merge(weight, r)
     assert (merged - weight).abs().max() > 0.1
     torch.testing.assert_close(x @ merged.T, oft.rotate(x, r) @ weight.T, rtol=0, atol=1e-5 * weight.norm().item())
-    torch.testing.assert_close(oft.unmerge(merged, r), weight, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("peft_type", ("ADALORA", "BOFT", None))

@@ -31,7 +31,7 @@ from trainer_support import (
 )
 from verl.workers.config.engine import EngineRouterReplayConfig
 
-from orbit_kernels.families.architecture import MixtureOfExperts
+from orbit_kernels.families import MixtureOfExperts
 from orbit_verl.config.keys import BaseSettings
 from orbit_verl.model.router import FrozenBiasedRouter, FrozenRouter
 
