@@ -192,8 +192,8 @@ def _what_happened(error: Exception) -> str:
     cause: BaseException = error
     while (deeper := cause.__cause__ or cause.__context__) is not None:
         cause = deeper
-    is_numbered = isinstance(cause, OSError) and cause.errno is not None and cause.errno > 0
-    reason = os.strerror(cause.errno) if is_numbered else str(cause)
+    number = cause.errno if isinstance(cause, OSError) else None
+    reason = os.strerror(number) if number is not None and number > 0 else str(cause)
     return f"{kind}: {reason}" if reason else kind
 
 

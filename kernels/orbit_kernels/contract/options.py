@@ -47,6 +47,7 @@ def option(default: Any, help: str, **rule: Any) -> Any:
     return dataclasses.field(default=default, metadata={_METADATA_KEY: Option(help=help, **rule)})
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """A group of options: subclasses are frozen dataclasses. Each value is checked when the group is built.
 
@@ -78,23 +79,27 @@ def choices(field: dataclasses.Field) -> tuple[str, ...] | None:
     return get_args(field.type) if get_origin(field.type) is Literal else None
 
 
-def _problem(field: dataclasses.Field, rule: Option, value: object) -> str | None:
+def _problem(field: dataclasses.Field, rule: Option, value: Any) -> str | None:
     """Why an option cannot have a value; None when it can."""
     if (allowed := choices(field)) is not None:
         return None if value in allowed else f"must be one of {', '.join(allowed)}"
     types = get_args(field.type) or (field.type,)
     if value is None and type(None) in types:
         return None
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    example = "" if field.default is None else f", e.g. {field.default}"
-    if float in types and not is_number:
-        return f"must be a number{example}"
-    if int in types and (not is_number or isinstance(value, float)):
-        return f"must be a whole number{example}"
+    is_number = float in types or int in types
+    if is_number and (problem := _number_problem(rule, value, whole=float not in types)):
+        return problem if field.default is None else f"{problem}, e.g. {field.default}"
+    return None
+
+
+def _number_problem(rule: Option, value: Any, *, whole: bool) -> str | None:
+    """What a number must be and is not."""
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+        return "must be a whole number" if whole else "must be a number"
     if rule.at_least is not None and value < rule.at_least:
-        return f"must be at least {rule.at_least}{example}"
+        return f"must be at least {rule.at_least}"
     if rule.above is not None and not value > rule.above:
-        return f"must be greater than {rule.above}{example}"
+        return f"must be greater than {rule.above}"
     return None
 
 

@@ -1,4 +1,4 @@
-"""The trainer's client against a real server behind a link that fails (field-cases #22)."""
+"""The client of the slots against a real server, and the trainer's publisher behind a link that fails (field-cases #22)."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,10 @@ import pytest
 from harness import Server
 from tiny_models import random_adapter
 
+from orbit_kernels.checkpoint.manifest import BaseManifest
 from orbit_kernels.contract.answers import StagedAdapter
+from orbit_kernels.contract.client import CallError, SlotClient
+from orbit_kernels.contract.errors import ErrorCode
 from orbit_kernels.contract.payload import Adapter
 from orbit_verl.publishing.publisher import Publisher, SlotError
 
@@ -86,6 +89,25 @@ def publisher(link: Link, timeout_s: float = 60.0, attempts: int = 3) -> Publish
 
 def stage(slots: Publisher, version: int, adapter: Adapter) -> StagedAdapter:
     return asyncio.run(slots.stage(version, adapter.encode(), adapter.digest()))
+
+
+def test_the_client_calls_every_route(qwen3):
+    qwen3.wait_until_idle()
+    server, adapter = SlotClient(qwen3.url), random_adapter(70, tied=True)
+    version, payload = server.status().highest_seen + 1, adapter.encode()
+    staged = server.stage(version, payload)
+    assert (staged.version, staged.digest, staged.num_bytes) == (version, adapter.digest(), adapter.num_bytes)
+    assert server.activate(version).active_version == version == server.status().holder_of(version).version
+    assert server.adapter(version) == payload
+    assert server.rollback().active_version < version
+    assert version in server.discard().discarded
+    with pytest.raises(CallError) as refused:
+        server.adapter(version)
+    assert (refused.value.code, refused.value.status) == (ErrorCode.VERSION_NOT_HELD, 400)
+    base = server.base()
+    assert BaseManifest(formats=base.formats, tensors=base.tensors) == BaseManifest.from_json(
+        qwen3.get("/orbit/base").text
+    )
 
 
 def test_stage_and_activate(qwen3, link):
