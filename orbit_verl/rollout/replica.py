@@ -12,6 +12,7 @@ from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
 
 from orbit_kernels.contract.keys import VERSIONS_KEY
+from orbit_kernels.contract.options import ENABLE_FLAG
 from orbit_kernels.contract.versions import steps_of, version_of
 
 RECORD_KEY = "routed_experts"
@@ -31,7 +32,7 @@ class OrbitHttpServer(SGLangHttpServer):
     async def launch_server(self, master_address: str | None = None, master_port: int | None = None):
         """Start the server; SGLang's plugins first, since verl builds ServerArgs before SGLang would load them."""
         load_plugins()
-        if "enable_orbit_slots" not in ServerArgs.__dataclass_fields__:
+        if ENABLE_FLAG not in ServerArgs.__dataclass_fields__:
             raise RuntimeError("SGLang did not load Orbit's server plugin: `orbit doctor` says why")
         await super().launch_server(master_address, master_port)
         self._keep_replies()
