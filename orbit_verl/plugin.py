@@ -15,6 +15,7 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
+from orbit_verl.config import group
 from orbit_verl.config.keys import check_key
 from orbit_verl.cpu import platform  # noqa: F401  registers the CPU platform
 
@@ -110,6 +111,7 @@ def register() -> None:
     if OrbitSearchPath in Plugins.instance().discover(SearchPathPlugin):
         return
     Plugins.instance().register(OrbitSearchPath)
+    group.store()
     for name, (hook, install) in _HOOKS.items():
         wrapt.register_post_import_hook(lambda module, hook=hook, install=install: hook.apply(module, install), name)
 

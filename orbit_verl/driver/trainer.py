@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 import ray
 from omegaconf import DictConfig
 from transfer_queue import KVBatchMeta
@@ -20,6 +19,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from orbit_kernels.checkpoint.manifest import first_difference
+from orbit_kernels.contract.client import CallError, SlotClient
 from orbit_kernels.contract.versions import version_of
 from orbit_verl.driver.base_check import check_bases, served_manifest
 from orbit_verl.driver.parity import ParityError, parity_metrics, violations
@@ -54,7 +54,8 @@ class OrbitTrainer(PPOTrainer):
     @property
     def trained_version(self) -> int:
         """The version whose log-probs this step computes: the one published by the step before."""
-        return version_of(self.global_steps - 1)
+        steps_before = self.global_steps - 1
+        return version_of(steps_before)
 
     def _init_resource_pool_mgr(self):
         super()._init_resource_pool_mgr()
@@ -241,11 +242,13 @@ class OrbitTrainer(PPOTrainer):
         for manager in self._rollout_server_managers():
             for address in manager.get_addresses():
                 try:
-                    httpx.get(f"http://{address}/orbit/status", timeout=self.orbit.slots.timeout_s, trust_env=False)
-                except httpx.TransportError as error:
+                    SlotClient(f"http://{address}", timeout_s=self.orbit.slots.timeout_s).status()
+                except CallError as error:
+                    if error.status is not None:
+                        continue  # whatever it says, it runs
                     raise RuntimeError(
                         f"step {self.global_steps}: the SGLang server at {address} does not answer "
-                        f"({type(error).__name__}); see its log above, then resume with trainer.resume_mode=auto"
+                        f"({error.message}); see its log above, then resume with trainer.resume_mode=auto"
                     ) from error
 
 

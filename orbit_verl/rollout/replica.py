@@ -11,7 +11,10 @@ from sglang.srt.server_args import ServerArgs
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
 
-VERSIONS_KEY = "orbit_versions"
+from orbit_kernels.contract.keys import VERSIONS_KEY
+from orbit_kernels.contract.options import ENABLE_FLAG
+from orbit_kernels.contract.versions import steps_of, version_of
+
 RECORD_KEY = "routed_experts"
 
 
@@ -29,7 +32,7 @@ class OrbitHttpServer(SGLangHttpServer):
     async def launch_server(self, master_address: str | None = None, master_port: int | None = None):
         """Start the server; SGLang's plugins first, since verl builds ServerArgs before SGLang would load them."""
         load_plugins()
-        if "enable_orbit_slots" not in ServerArgs.__dataclass_fields__:
+        if ENABLE_FLAG not in ServerArgs.__dataclass_fields__:
             raise RuntimeError("SGLang did not load Orbit's server plugin: `orbit doctor` says why")
         await super().launch_server(master_address, master_port)
         self._keep_replies()
@@ -74,12 +77,12 @@ class OrbitHttpServer(SGLangHttpServer):
         if self.config.enable_rollout_routing_replay:
             check_record(reply, len(prompt_ids))
         spans = reply["meta_info"][VERSIONS_KEY]
-        versions = [version for version, _, _ in spans] or [self.global_steps + 1]
+        versions = [version for version, _, _ in spans] or [version_of(self.global_steps)]
         output.extra_fields.update(
             {
                 VERSIONS_KEY: spans,
-                "min_global_steps": min(versions) - 1,
-                "max_global_steps": max(versions) - 1,
+                "min_global_steps": steps_of(min(versions)),
+                "max_global_steps": steps_of(max(versions)),
             }
         )
         return output

@@ -14,8 +14,8 @@ from starlette.responses import JSONResponse, Response
 
 from orbit_kernels.adapters import AdapterMethod, LoRAMethod, OFTMethod
 from orbit_kernels.adapters.config import AdapterConfig, tensor_name
-from orbit_kernels.contract.errors import error_body
-from orbit_kernels.contract.keys import REQUESTED_VERSION_KEY
+from orbit_kernels.contract.errors import ErrorCode, error_body
+from orbit_kernels.contract.keys import INFLIGHT_MODES, REQUESTED_VERSION_KEY
 from orbit_kernels.contract.payload import Adapter, AdapterError
 from orbit_kernels.contract.versions import MAX_VERSION
 from orbit_sglang.control import messages
@@ -71,7 +71,9 @@ def test_a_payload_is_an_adapter_that_fits_or_is_refused_with_its_problems(body)
         adapter.check(LINEARS)
     except AdapterError as refused:
         assert refused.problems
-        assert_refusal(JSONResponse(error_body("adapter_refused", "the adapter was refused", refused.problems)).body)
+        assert_refusal(
+            JSONResponse(error_body(ErrorCode.ADAPTER_REFUSED, "the adapter was refused", refused.problems)).body
+        )
     else:
         assert Adapter.decode(adapter.encode()).digest() == adapter.digest()
 
@@ -159,7 +161,7 @@ def assert_sent_or_refused(outbox: Outbox, response: Response) -> None:
     if message.version is not None or not isinstance(message, messages.RollbackRequest):
         assert type(message.version) is int and 0 <= message.version <= MAX_VERSION
     if not isinstance(message, messages.StageRequest):
-        assert message.inflight in messages.INFLIGHT_MODES
+        assert message.inflight in INFLIGHT_MODES
 
 
 @fuzzed(1000)

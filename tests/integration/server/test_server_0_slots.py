@@ -55,7 +55,7 @@ def adapter(method: AdapterMethod, seed: int, tied: bool, parts: tuple[str, ...]
 
 
 def slots_config(method: AdapterMethod, **fields) -> SlotsConfig:
-    return SlotsConfig(adapter=method.type, **{method.size_field: getattr(method, method.size_field)}, **fields)
+    return SlotsConfig(type=method.type, **{method.size_field: getattr(method, method.size_field)}, **fields)
 
 
 def served(method: AdapterMethod, fused: str, dtype: torch.dtype) -> tuple[Attention, SlotBank]:

@@ -201,7 +201,8 @@ def test_the_adapter_is_returned_as_it_was_staged(qwen3):
     assert answer.content == payload
     active = next(slot for slot in qwen3.status()["slots"] if slot["state"] == "active")
     assert Adapter.decode(answer.content).digest() == adapter.digest() == active["digest"]
-    assert qwen3.get("/orbit/adapter", version=0).status_code == 404
+    none = qwen3.get("/orbit/adapter", version=0)
+    assert none.status_code == 400 and none.json()["error"]["code"] == "version_not_held"
 
 
 def test_abandoned_requests_free_their_slot(qwen3):

@@ -1,4 +1,4 @@
-"""The trainer's client against a real server behind a link that fails (field-cases #22)."""
+"""The client of the slots against a real server, and the trainer's publisher behind a link that fails (field-cases #22)."""
 
 import asyncio
 import contextlib
@@ -11,8 +11,12 @@ import pytest
 from harness import Server
 from tiny_models import random_adapter
 
+from orbit_kernels.checkpoint.manifest import BaseManifest
+from orbit_kernels.contract.answers import StagedAdapter
+from orbit_kernels.contract.client import CallError, SlotClient
+from orbit_kernels.contract.errors import ErrorCode
 from orbit_kernels.contract.payload import Adapter
-from orbit_verl.publishing.slot_client import SlotClient, SlotError
+from orbit_verl.publishing.publisher import Publisher, SlotError
 
 
 class Link:
@@ -80,55 +84,74 @@ def link(qwen3: Server) -> Iterator[Link]:
     link.close()
 
 
-def client(link: Link, timeout_s: float = 60.0, attempts: int = 3) -> SlotClient:
-    return SlotClient(link.address, timeout_s, attempts)
+def publisher(link: Link, timeout_s: float = 60.0, attempts: int = 3) -> Publisher:
+    return Publisher(link.address, timeout_s, attempts)
 
 
-def stage(slots: SlotClient, version: int, adapter: Adapter) -> dict:
+def stage(slots: Publisher, version: int, adapter: Adapter) -> StagedAdapter:
     return asyncio.run(slots.stage(version, adapter.encode(), adapter.digest()))
+
+
+def test_the_client_calls_every_route(qwen3):
+    qwen3.wait_until_idle()
+    server, adapter = SlotClient(qwen3.url), random_adapter(70, tied=True)
+    version, payload = server.status().highest_seen + 1, adapter.encode()
+    staged = server.stage(version, payload)
+    assert (staged.version, staged.digest, staged.num_bytes) == (version, adapter.digest(), adapter.num_bytes)
+    assert server.activate(version).active_version == version == server.status().holder_of(version).version
+    assert server.adapter(version) == payload
+    assert server.rollback().active_version < version
+    assert version in server.discard().discarded
+    with pytest.raises(CallError) as refused:
+        server.adapter(version)
+    assert (refused.value.code, refused.value.status) == (ErrorCode.VERSION_NOT_HELD, 400)
+    base = server.base()
+    assert BaseManifest(formats=base.formats, tensors=base.tensors) == BaseManifest.from_json(
+        qwen3.get("/orbit/base").text
+    )
 
 
 def test_stage_and_activate(qwen3, link):
     qwen3.wait_until_idle()
     version, adapter = qwen3.new_version(), random_adapter(71, tied=True)
-    assert stage(client(link), version, adapter)["version"] == version
-    answer = asyncio.run(client(link).activate(version, "finish"))
-    assert answer["active_version"] == version == qwen3.status()["active_version"]
+    assert stage(publisher(link), version, adapter).version == version
+    answer = asyncio.run(publisher(link).activate(version, "finish"))
+    assert answer.active_version == version == qwen3.status()["active_version"]
 
 
 def test_an_error_is_retried_within_the_deadline(qwen3, link):
     qwen3.wait_until_idle()
     version, adapter = qwen3.new_version(), random_adapter(72, tied=True)
     link.faults = ["error"]
-    assert stage(client(link), version, adapter)["digest"] == adapter.digest()
+    assert stage(publisher(link), version, adapter).digest == adapter.digest()
 
 
 def test_errors_that_last_are_raised_with_their_text(qwen3, link):
     before = qwen3.status()
     link.faults = ["error"] * 20
     with pytest.raises(SlotError, match="500.*gateway broke"):
-        stage(client(link), qwen3.new_version(), random_adapter(73, tied=True))
+        stage(publisher(link), qwen3.new_version(), random_adapter(73, tied=True))
     assert qwen3.status()["slots"] == before["slots"]
     link.faults = []
-    stage(client(link), qwen3.new_version(), random_adapter(73, tied=True))
+    stage(publisher(link), qwen3.new_version(), random_adapter(73, tied=True))
 
 
 def test_silence_ends_at_the_deadline(qwen3, link):
     link.faults = ["hang"] * 20
     with pytest.raises(SlotError, match="no answer"):
-        stage(client(link, timeout_s=1.5, attempts=20), qwen3.new_version(), random_adapter(74, tied=True))
+        stage(publisher(link, timeout_s=1.5, attempts=20), qwen3.new_version(), random_adapter(74, tied=True))
     assert link.connections <= 4
     link.faults = []
-    stage(client(link), qwen3.new_version(), random_adapter(74, tied=True))
+    stage(publisher(link), qwen3.new_version(), random_adapter(74, tied=True))
 
 
 def test_a_lost_answer_is_not_a_lost_version(qwen3, link):
     """The stage took effect, its answer did not arrive: asking again finds the version in its slot."""
     version, adapter = qwen3.new_version(), random_adapter(75, tied=True)
     link.faults = ["swallow"]
-    assert stage(client(link), version, adapter)["version"] == version
+    assert stage(publisher(link), version, adapter).version == version
     link.faults = ["swallow"]
-    assert asyncio.run(client(link).activate(version, "finish"))["active_version"] == version
+    assert asyncio.run(publisher(link).activate(version, "finish")).active_version == version
 
 
 def test_a_refusal_is_not_retried(qwen3, link):
@@ -136,5 +159,5 @@ def test_a_refusal_is_not_retried(qwen3, link):
     name = next(iter(broken.tensors))
     broken = dataclasses.replace(broken, tensors={**broken.tensors, name: broken.tensors[name][:-1]})
     with pytest.raises(SlotError, match="422.*shape"):
-        stage(client(link), qwen3.new_version(), broken)
+        stage(publisher(link), qwen3.new_version(), broken)
     assert link.connections == 1

@@ -14,8 +14,9 @@ import requests
 from harness import QWEN3_FLAGS, Running, Server, output_logprobs, wait_for
 from tiny_models import random_adapter
 
+from orbit_kernels.contract.answers import Activated
 from orbit_kernels.contract.payload import Adapter
-from orbit_verl.publishing.slot_client import SlotClient, SlotError
+from orbit_verl.publishing.publisher import Publisher, SlotError
 
 CLEAR_ERROR_S = 10
 # Sends the first bytes of a payload to a stage route, says so, and never reads the answer.
@@ -47,9 +48,9 @@ def staging_client(server: Server, version: int, payload: bytes, num_bytes: int)
             process.kill()
 
 
-def sync(server: Server, version: int, adapter: Adapter) -> dict:
+def sync(server: Server, version: int, adapter: Adapter) -> Activated:
     """What the trainer does after an update."""
-    slots = SlotClient(urlsplit(server.url).netloc, timeout_s=60, attempts=3)
+    slots = Publisher(urlsplit(server.url).netloc, timeout_s=60, attempts=3)
     asyncio.run(slots.stage(version, adapter.encode(), adapter.digest()))
     return asyncio.run(slots.activate(version, "finish"))
 
@@ -72,7 +73,7 @@ def test_a_client_that_dies_halfway_leaves_nothing_behind(qwen3):
         wait_for(lambda: http.num_fds() <= num_files)
     after = qwen3.status()
     assert (after["slots"], after["staging"], after["active_version"]) == (before["slots"], None, active)
-    assert sync(qwen3, version, random_adapter(3))["active_version"] == version
+    assert sync(qwen3, version, random_adapter(3)).active_version == version
 
 
 def test_a_client_that_dies_before_its_answer_does_not_block_the_next(qwen3):
@@ -83,7 +84,7 @@ def test_a_client_that_dies_before_its_answer_does_not_block_the_next(qwen3):
         client.kill()
     wait_for(lambda: qwen3.status()["staging"] is None)
     assert qwen3.status()["active_version"] == active
-    assert sync(qwen3, version + 1, random_adapter(3))["active_version"] == version + 1
+    assert sync(qwen3, version + 1, random_adapter(3)).active_version == version + 1
 
 
 def test_a_killed_scheduler_ends_the_server_and_the_next_sync_brings_the_version_back(qwen3, servers):
@@ -107,6 +108,6 @@ def test_a_killed_scheduler_ends_the_server_and_the_next_sync_brings_the_version
     servers.stop()
     restarted = servers.get("qwen3", *QWEN3_FLAGS)
     assert restarted.status()["active_version"] == 0
-    assert sync(restarted, version, adapter)["active_version"] == version
+    assert sync(restarted, version, adapter).active_version == version
     again = restarted.generate()
     assert (again["output_ids"], output_logprobs(again)) == (answer["output_ids"], output_logprobs(answer))
