@@ -17,53 +17,10 @@ from sglang.srt.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsW4A4Fp4,
     CompressedTensorsWNA16,
 )
-from sglang.srt.plugins.hook_registry import HookType
 
 from orbit_kernels.formats import Mxfp4Format
 from orbit_kernels.formats.common.weight_format import as_dtype
-from orbit_sglang.cpu import linear
 from orbit_sglang.startup.enabled import slots_enabled
-from orbit_sglang.upstream.hooks import Hook
-
-_PACKAGE = "sglang.srt.layers.quantization.compressed_tensors.compressed_tensors."
-_CONFIG = _PACKAGE + "CompressedTensorsConfig."
-
-
-def hook_table() -> list[Hook]:
-    """The hooks of this family."""
-    method = _PACKAGE + "CompressedTensorsLinearMethod."
-    after, around = HookType.AFTER, HookType.AROUND
-    return [
-        Hook(
-            _CONFIG + "get_supported_act_dtypes",
-            after,
-            linear.after_supported_act_dtypes,
-            ("cls",),
-            cpu_only=True,
-        ),
-        Hook(
-            _CONFIG + "_check_scheme_supported",
-            around,
-            around_check_scheme,
-            ("self", "min_capability", "error"),
-            cpu_only=True,
-        ),
-        Hook(
-            _CONFIG + "_get_scheme_from_parts",
-            around,
-            around_scheme,
-            ("self", "weight_quant", "input_quant"),
-            cpu_only=True,
-        ),
-        Hook(
-            method + "create_weights",
-            after,
-            after_create_weights,
-            ("self", "layer", "input_size_per_partition", "output_partition_sizes"),
-            cpu_only=True,
-        ),
-        *linear.method_hooks(method),
-    ]
 
 
 class Mxfp4Scheme(CompressedTensorsLinearScheme):

@@ -11,48 +11,12 @@ from typing import Any
 import torch
 from sglang.srt.models.deepseek_common.attention_forward_methods import AttnForwardMethod
 from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
-from sglang.srt.plugins.hook_registry import HookType
 
 from orbit_kernels.formats.int4 import SHAPE_LEAF
 from orbit_kernels.frozen.product import StoredWeight
 from orbit_kernels.linears.fusing import LATENTS
 from orbit_sglang.base import stored
 from orbit_sglang.startup.enabled import slots_enabled
-from orbit_sglang.upstream.hooks import Hook
-
-_MODEL = "sglang.srt.models.deepseek_v2."
-_COMMON = "sglang.srt.models.deepseek_common."
-_LOADER = _COMMON + "deepseek_weight_loader.DeepseekV2WeightLoaderMixin."
-
-
-def hook_table() -> list[Hook]:
-    """The hooks on this attention; that of ``model.latent_attention`` comes first."""
-    after, around = HookType.AFTER, HookType.AROUND
-    return [
-        Hook(
-            _MODEL + "DeepseekV2AttentionMLA.__init__",
-            after,
-            after_init,
-            ("self", "config", "hidden_size"),
-            cpu_only=True,
-        ),
-        Hook(
-            _COMMON + "attention_backend_handler.AttentionBackendRegistry.get_handler",
-            around,
-            around_handler,
-            ("cls", "backend_name"),
-            cpu_only=True,
-        ),
-        Hook(
-            _MODEL + "get_rope_wrapper",
-            around,
-            around_rope,
-            ("head_size", "rotary_dim", "max_position", "base", "is_neox_style", "rope_scaling"),
-            cpu_only=True,
-        ),
-        Hook(_LOADER + "do_load_weights", around, around_load, ("self", "weights", "is_nextn"), cpu_only=True),
-        Hook(_LOADER + "post_load_weights", around, around_absorb, ("self", "is_nextn"), cpu_only=True),
-    ]
 
 
 def after_init(result: None, attention: DeepseekV2AttentionMLA, *args: Any, **kwargs: Any) -> None:
