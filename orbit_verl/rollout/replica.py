@@ -11,6 +11,9 @@ from sglang.srt.server_args import ServerArgs
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
 
+from orbit_verl.upstream.imports import Process, require_applied
+from orbit_verl.upstream.methods import GENERATE_REQUEST
+
 VERSIONS_KEY = "orbit_versions"
 RECORD_KEY = "routed_experts"
 
@@ -28,6 +31,7 @@ class OrbitHttpServer(SGLangHttpServer):
 
     async def launch_server(self, master_address: str | None = None, master_port: int | None = None):
         """Start the server; SGLang's plugins first, since verl builds ServerArgs before SGLang would load them."""
+        require_applied(Process.ROLLOUT)
         load_plugins()
         if "enable_orbit_slots" not in ServerArgs.__dataclass_fields__:
             raise RuntimeError("SGLang did not load Orbit's server plugin: `orbit doctor` says why")
@@ -36,7 +40,6 @@ class OrbitHttpServer(SGLangHttpServer):
 
     def _keep_replies(self) -> None:
         """Keep each reply until ``generate`` has read it: verl passes on neither versions nor the reason of an abort."""
-        upstream = self.tokenizer_manager.generate_request
 
         async def generate_request(request, *args, **kwargs):
             async for reply in upstream(request, *args, **kwargs):
@@ -45,7 +48,7 @@ class OrbitHttpServer(SGLangHttpServer):
                     self._replies[request.rid] = reply
                 yield reply
 
-        self.tokenizer_manager.generate_request = generate_request
+        upstream = GENERATE_REQUEST.replace_on(self.tokenizer_manager, generate_request)
 
     def _decode_record(self, meta_info: dict[str, Any]) -> None:
         """The experts that the server recorded, as verl expects them.

@@ -12,6 +12,7 @@ from verl.utils.distributed import initialize_global_process_group_ray
 import orbit_verl.worker.engine  # noqa: F401  registers the engine with verl
 from orbit_kernels.checkpoint.manifest import BaseManifest, Cut
 from orbit_kernels.contract.versions import version_of
+from orbit_verl.upstream.imports import Process, require_applied
 from orbit_verl.worker.adapter import write_peft_folder
 from orbit_verl.worker.memory import PeakMeter, resident_bytes
 
@@ -22,6 +23,7 @@ class OrbitActorWorker(DetachActorWorker):
     MAX_PUBLISHED = 8
 
     def __init__(self, *args, **kwargs):
+        require_applied(Process.WORKER)
         if get_device_name() == "cpu":
             # verl asks torch for "cpu:gloo,cpu:gloo", which torch refuses (verl 0.9.1, utils/distributed.py:89).
             initialize_global_process_group_ray(backend="cpu:gloo")

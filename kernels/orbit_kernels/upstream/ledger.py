@@ -8,6 +8,7 @@ import dataclasses
 import enum
 import inspect
 import pkgutil
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -226,13 +227,15 @@ class Registered(Change):
 
     Args:
         by: the function or class that registers it, whose module is imported.
-        read: what the registry holds; an entry is Orbit's when its module, or its own text, says so.
+        read: what the registry holds; whose it is says its module, or its own text.
+        owners: beginnings of the modules that it may come from.
     """
 
     kind: ClassVar[str] = "registers"
 
     by: str
     read: Callable[[Any], Any]
+    owners: tuple[str, ...] = ("orbit_",)
 
     def problem(self) -> str | None:
         """See Change."""
@@ -242,7 +245,7 @@ class Registered(Change):
         except (AttributeError, ImportError, LookupError, StopIteration) as error:
             return f"the registry has no such entry: {type(error).__name__}: {error}"
         origin = held if isinstance(held, str) else getattr(held, "__module__", type(held).__module__)
-        return None if origin.startswith("orbit_") else f"it holds {held!r}, expected what {self.by} registers"
+        return None if origin.startswith(self.owners) else f"it holds {held!r}, expected what {self.by} registers"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -277,11 +280,16 @@ class Overridden(Change):
             upstream, ours = pkgutil.resolve_name(self.target), pkgutil.resolve_name(self.by)
         except (AttributeError, ImportError) as error:
             return f"the target does not exist: {error}"
-        ours = getattr(ours, "__ray_actor_class__", ours)
-        if not issubclass(ours, upstream):
+        if isinstance(ours, type) and not issubclass(ours, upstream):
             return f"{self.by} is no subclass of it"
-        lost = [name for name in self.names if not hasattr(upstream, name)]
+        lost = [name for name in self.names if not (hasattr(upstream, name) or _is_read_by(upstream, name))]
         return f"it has no {', '.join(lost)} to override" if lost else None
+
+
+def _is_read_by(upstream: type, name: str) -> bool:
+    """Whether a class, or one that it inherits from, has an attribute of that name on its instances."""
+    sources = (inspect.getsource(base) for base in upstream.__mro__ if base.__module__ != "builtins")
+    return any(re.search(rf"\bself\.{name}\b", source) for source in sources)
 
 
 def resolve_problem(target: str) -> str | None:
