@@ -94,6 +94,7 @@ def main_ppo(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments", [("++trainer.strategy='orbit'",), ("--config-path", "{folder}", "--config-name", "own")]
 )

@@ -17,7 +17,7 @@ class Device(enum.StrEnum):
     """Where a change is needed."""
 
     ALL = "every device"
-    CPU = "CPU only"
+    CPU = "a CPU only"
     CUDA = "CUDA only"
 
 
@@ -25,7 +25,7 @@ class State(enum.StrEnum):
     """What is known of a change in this process."""
 
     APPLIED = "applied"
-    LATER = "made as it runs; its target fits"
+    LATER = "made as it runs"
     ELSEWHERE = "not on this device"
     BROKEN = "not in place"
 
