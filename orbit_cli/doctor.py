@@ -33,6 +33,8 @@ CORE_PACKAGES = (
     "ray",
 )
 _FIX = "run make setup"
+CHANGES_WIDTH = 200
+"""Columns of the list of changes where no terminal says how many there are."""
 
 
 class State(enum.Enum):

@@ -42,6 +42,8 @@ def doctor(
         with console.status("importing verl, SGLang and Megatron-Core"), _without_warnings():
             doctor_checks.choose_device()
             listed = [doctor_checks.changes_table(plugin) for plugin in doctor_checks.PLUGINS]
+        if not console.is_terminal:
+            console.width = doctor_checks.CHANGES_WIDTH
         console.print(*listed)
         return
     checks = []

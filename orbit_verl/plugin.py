@@ -1,6 +1,6 @@
 """Entry point of the verl plugin.
 
-verl imports this module at the end of ``import verl`` and never calls anything in it (``verl/__init__.py``, ``_ep.load()``); it
+verl imports this module at the end of ``import verl`` and never calls anything in it (``verl/__init__.py::"_ep.load()"``); it
 also hides an exception raised here at DEBUG level. So registration happens at import, every process proves that it did
 (``upstream.imports.require_applied``), and a run without it stops at once: Hydra knows no ``trainer.strategy``.
 """

@@ -34,8 +34,8 @@ def after_compressed_tensors_config(
 def around_llama_load(original: Callable, model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
     """Around ``LlamaForCausalLM.load_weights``: let it find the scales of blocks.
 
-    SGLang 0.5.12 looks every ``weight_scale_inv`` up as ``weight_scale`` (``models/llama.py:630``), the name of per-tensor
-    scales; it then drops those of blocks with a warning and serves with uninitialised ones.
+    SGLang 0.5.12 looks every ``weight_scale_inv`` up as ``weight_scale`` (``srt/models/llama.py::LlamaForCausalLM.load_weights``),
+    the name of per-tensor scales; it then drops those of blocks with a warning and serves with uninitialised ones.
     """
     if not slots_enabled():
         return original(model, weights)

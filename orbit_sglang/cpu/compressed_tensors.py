@@ -75,7 +75,7 @@ class WeightOnlyNvfp4Scheme(CompressedTensorsW4A4Fp4):
 def after_create_weights(result: None, method: Any, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
     """After ``create_weights``: a packed weight is also called ``weight``, as SGLang itself does for MLPs.
 
-    ``DeepseekV2AttentionMLA`` asks for the dtype of that (``models/deepseek_v2.py:1536`` of SGLang 0.5.12).
+    ``DeepseekV2AttentionMLA`` asks for the dtype of that (``srt/models/deepseek_v2.py::"fused_qkv_a_proj_with_mqa.weight.dtype"``).
     """
     if slots_enabled() and hasattr(layer, "weight_packed"):
         layer.weight = layer.weight_packed

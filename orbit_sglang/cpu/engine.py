@@ -32,7 +32,7 @@ class TorchWithoutPinning(types.ModuleType):
 def place_ranks(num_ranks: int) -> None:
     """Give each rank its cores where there are fewer NUMA nodes than ranks, which SGLang 0.5.12 refuses to do by itself.
 
-    Its own variable says where ranks run (``model_executor/model_runner.py:3096``); a user's value stays.
+    Its own variable says where ranks run (``model_executor/model_runner.py::ModelRunner.init_threads_binding``); a user's value stays.
     """
     if THREADS_VARIABLE in os.environ or num_ranks <= len(get_cpu_ids_by_node()):
         return

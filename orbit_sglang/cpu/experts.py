@@ -201,7 +201,7 @@ def around_topk(
     correction_bias: torch.Tensor | None = None,
     scoring_func: str = "softmax",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Around ``fused_topk``, which without AMX is a CUDA kernel (``layers/moe/topk.py:1209`` of SGLang 0.5.12)."""
+    """Around ``fused_topk``, which without AMX is a CUDA kernel (``layers/moe/topk.py::"fused_topk = fused_topk_cpu"``)."""
     return fused_topk_torch_native(hidden_states, gating_output, topk, renormalize, correction_bias, scoring_func)
 
 
@@ -210,7 +210,7 @@ def around_biased_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Around ``biased_grouped_topk``: SGLang's plain code, uncompiled, on fp32 logits as its CUDA kernels take them.
 
-    Without AMX it is compiled (``layers/moe/topk.py:901`` of SGLang 0.5.12) and its scores have the dtype of the logits.
+    Without AMX it is compiled (``layers/moe/topk.py::biased_grouped_topk_impl``) and its scores have the dtype of the logits.
     """
     return inspect.unwrap(biased_grouped_topk_impl)(gating_output=gating_output.float(), **kwargs)
 

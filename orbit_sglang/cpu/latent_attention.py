@@ -49,7 +49,7 @@ def _absorbed(attention: DeepseekV2AttentionMLA, forward_batch: Any) -> AttnForw
 
 
 def around_rope(original: Callable, *args: Any, device: str | None = None, **kwargs: Any) -> torch.nn.Module:
-    """Around ``get_rope_wrapper``, which knows nothing but YaRN on a CPU (``rotary_embedding/factory.py:379``)."""
+    """Around ``get_rope_wrapper``, which knows nothing but YaRN on a CPU (``rotary_embedding/factory.py::get_rope_cpu``)."""
     rope_scaling = kwargs.get("rope_scaling")
     return original(*args, device=device if rope_scaling else None, **kwargs)
 
@@ -62,7 +62,10 @@ def around_load(
 
 
 def _concatenable(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """SGLang 0.5.12 takes the first of two scalars for both (``deepseek_weight_loader.py:301``), and has room for one shape."""
+    """SGLang 0.5.12 takes the first of two scalars for both, and has room for one shape.
+
+    See ``deepseek_weight_loader.py::DeepseekV2WeightLoaderMixin.do_load_weights``.
+    """
     for name, tensor in weights:
         *_, leaf, kind = name.split(".")
         if leaf not in LATENTS:
@@ -80,8 +83,8 @@ def around_absorb(original: Callable, model: torch.nn.Module, *args: Any, **kwar
 def absorb(model: torch.nn.Module, linears: Mapping[str, Mapping[str, StoredWeight]]) -> None:
     """Give every attention the halves of its ``kv_b_proj``, dequantised in the activations' dtype.
 
-    They are laid out as ``post_load_weights`` does it (``deepseek_weight_loader.py:585``): ``w_kc`` [heads, plain width,
-    latent], the latent's stride larger than the width's, and ``w_vc`` [heads, latent, value width], likewise.
+    They are laid out as ``deepseek_weight_loader.py::DeepseekV2WeightLoaderMixin.post_load_weights`` does it: ``w_kc``
+    [heads, plain width, latent], the latent's stride larger than the width's, and ``w_vc`` [heads, latent, value width], likewise.
 
     Args:
         model: SGLang's, loaded.

@@ -44,7 +44,7 @@ def around_load(
 def around_width_padding(original: Callable, config: Any, attribute: str, padding: int) -> Any:
     """Around ``update_intermediate_size``: keep the checkpoint's widths on a CPU.
 
-    SGLang 0.5.12 pads them to whole blocks for its AMX kernels (``configs/update_config.py:110``), so that it holds other
+    SGLang 0.5.12 pads them to whole blocks for its AMX kernels (``configs/update_config.py::adjust_config_with_unaligned_cpu_tp``), so that it holds other
     tensors than the checkpoint has.
     """
     return config if slots_enabled() else original(config, attribute, padding)

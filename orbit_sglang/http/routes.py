@@ -31,7 +31,7 @@ class Routes:
         """Add each endpoint to an application.
 
         Not as a router: SGLang 0.5.12's metrics middleware reads ``path`` from every route
-        (``utils/common.py:1569``), which a router included by FastAPI no longer has.
+        (``srt/utils/common.py::_get_fastapi_request_path``), which a router included by FastAPI no longer has.
         """
         app.add_api_route("/orbit/status", self.status, methods=["GET"], **openapi.STATUS)
         app.add_api_route("/orbit/base", self.base, methods=["GET"], **openapi.BASE)

@@ -27,7 +27,8 @@ def around_capturer(
 ) -> None:
     """Around ``RoutedExpertsCapturer.__init__``: room for a whole batch where prompts are not taken in chunks.
 
-    SGLang 0.5.12 sizes its buffer by ``chunked_prefill_size``, which is -1 then (``state_capturer/routed_experts.py:65``).
+    SGLang 0.5.12 sizes its buffer by ``chunked_prefill_size``, which is -1 then
+    (``state_capturer/routed_experts.py::RoutedExpertsCapturer.__init__``).
 
     Raises:
         ValueError: the model has no experts.

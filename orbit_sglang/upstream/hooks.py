@@ -1,6 +1,6 @@
 """The ledger of the changes to SGLang, and the two kinds of change that SGLang alone has.
 
-SGLang 0.5.12 only logs a hook whose target has moved, and serves on (``plugins/hook_registry.py``, ``apply_hooks``).
+SGLang 0.5.12 only logs a hook whose target has moved, and serves on (``plugins/hook_registry.py::HookRegistry.apply_hooks``).
 So every target and its parameters are checked here, and a server with slots does not start when one is wrong.
 """
 

@@ -42,7 +42,7 @@ SERVER_CHECK_INTERVAL_S = 5.0
 class OrbitTrainer(PPOTrainer):
     """What both trainer modes share. Mixed in before verl's trainer of a mode."""
 
-    # verl decides by LoRA's rank whether the reference is the actor without its adapter (trainer_base.py:233).
+    # verl decides by LoRA's rank whether the reference is the actor without its adapter (v1/trainer_base.py::PPOTrainer._setup).
     ref_in_actor = property(lambda self: True, lambda self, value: None)
 
     def __init__(self, config: DictConfig):
@@ -267,7 +267,8 @@ class OrbitTrainerSeparateAsync(OrbitTrainer, PPOTrainerSeparateAsync):
     """``trainer.v1.trainer_mode=separate_async``: servers generate while the trainer trains."""
 
     def _setup(self):
-        # verl logs with print's flush= when there are no hybrid replicas (trainer_separate_async.py:180): a TypeError.
+        # verl logs with print's flush= when there are no hybrid replicas, a TypeError
+        # (trainer_separate_async.py::PPOTrainerSeparateAsync._setup).
         upstream_logger = logging.getLogger(PPOTrainerSeparateAsync.__module__)
         level = upstream_logger.level
         upstream_logger.setLevel(logging.WARNING)
@@ -308,7 +309,7 @@ def _choose_trainer(registry: dict[str, Any], mode: str, upstream: type[PPOTrain
 
 
 def _keep_earlier_metrics() -> None:
-    """verl's file logger empties its file when a run is resumed (verl 0.9.1, utils/tracking.py:541): move it away."""
+    """verl's file logger empties its file when a run is resumed (verl/utils/tracking.py::FileLogger): move it away."""
     path = Path(os.environ.get("VERL_FILE_LOGGER_PATH", ""))
     if path.is_file():
         number = next(n for n in itertools.count(1) if not path.with_suffix(f".{n}{path.suffix}").exists())

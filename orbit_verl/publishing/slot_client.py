@@ -122,7 +122,7 @@ async def _send(http: httpx.AsyncClient, method: str, path: str, limit_s: float,
     except TimeoutError:
         raise httpx.ReadTimeout(f"nothing within {limit_s:.1f} s") from None
     except AttributeError as error:
-        # anyio 4.16 asks a connection for its peer that is gone before it was handed out (abc/_sockets.py:155).
+        # anyio 4.16 asks a connection for its peer that is gone before it was handed out (anyio/abc/_sockets.py::_SocketProvider.extra_attributes).
         if error.name != "getpeername":
             raise
         raise httpx.ConnectError("the connection was closed as it was made") from error

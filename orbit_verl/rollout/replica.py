@@ -53,7 +53,8 @@ class OrbitHttpServer(SGLangHttpServer):
     def _decode_record(self, meta_info: dict[str, Any]) -> None:
         """The experts that the server recorded, as verl expects them.
 
-        verl 0.9.1 asks for a tensor (async_sglang_server.py:686), SGLang 0.5.12 gives base64 (tokenizer_manager.py:1731).
+        verl 0.9.1 asks for a tensor (``async_sglang_server.py::SGLangHttpServer.generate``), SGLang 0.5.12 gives base64
+        (``tokenizer_manager.py::TokenizerManager._handle_batch_output``).
         """
         if isinstance(meta_info.get(RECORD_KEY), str):
             config = self.model_config.hf_config.get_text_config()

@@ -25,10 +25,11 @@ class OrbitActorWorker(DetachActorWorker):
     def __init__(self, *args, **kwargs):
         require_applied(Process.WORKER)
         if get_device_name() == "cpu":
-            # verl asks torch for "cpu:gloo,cpu:gloo", which torch refuses (verl 0.9.1, utils/distributed.py:89).
+            # verl asks torch for "cpu:gloo,cpu:gloo", which torch refuses
+            # (verl/utils/distributed.py::initialize_global_process_group_ray).
             initialize_global_process_group_ray(backend="cpu:gloo")
         super().__init__(*args, **kwargs)
-        # verl reads the mode only of the strategies that it knows (verl 0.9.1, workers/engine_workers.py:499).
+        # verl reads the mode only of the strategies that it knows (workers/engine_workers.py::ActorRolloutRefWorker.__init__).
         self._replay_mode = self.config.actor.megatron.router_replay.mode
         self.enable_routing_replay = self._replay_mode != "disabled"
         self._published: OrderedDict[int, dict[str, torch.Tensor]] = OrderedDict()

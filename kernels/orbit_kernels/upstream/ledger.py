@@ -177,7 +177,7 @@ class Method:
 
 def signature_problem(function: Callable, parameters: tuple[str, ...]) -> str | None:
     """Why a function's first parameters are not those expected; None when they are."""
-    found = tuple(inspect.signature(inspect.unwrap(function)).parameters)
+    found = tuple(inspect.signature(function).parameters)
     if found[: len(parameters)] != parameters:
         return f"the target takes {found}, expected {parameters}"
     return None
