@@ -23,7 +23,7 @@ class SlotMetrics:
 
     def __init__(self, *, exported: bool = True):
         # Not at the module's head: the package chooses files or memory when it is imported, and SGLang 0.5.12 names the
-        # folder of the files only after it has loaded the plugins (entrypoints/engine.py:1254).
+        # folder of the files only after it has loaded the plugins (entrypoints/engine.py::_set_envs_and_config).
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
         registry = CollectorRegistry()

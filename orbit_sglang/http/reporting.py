@@ -26,8 +26,8 @@ def extend_spans(spans: list[list[int]], versions: Iterable[int]) -> None:
 def before_batch_output(tokenizer_manager: TokenizerManager, recv_obj: Any) -> None:
     """Before ``TokenizerManager._handle_batch_output``: replace a step's versions by the request's spans so far.
 
-    SGLang 0.5.12 reports only the last chunk of ``customized_info`` (``tokenizer_manager.py:1740``), so the versions of
-    earlier chunks are kept on the request's state.
+    SGLang 0.5.12 reports only the last chunk of ``customized_info`` (``tokenizer_manager.py::TokenizerManager._handle_batch_output``),
+    so the versions of earlier chunks are kept on the request's state.
     """
     info = getattr(recv_obj, "customized_info", None)
     if not info or INFO_KEY not in info:

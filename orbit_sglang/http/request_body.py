@@ -19,7 +19,7 @@ from orbit_sglang.http.refusals import serve_or_refuse
 
 NATIVE_PATH = "/generate"
 OPENAI_PATHS = ("/v1/completions", "/v1/chat/completions")
-# Named as SGLang 0.5.12 names them (entrypoints/http_server.py:1666-1799).
+# Named as SGLang 0.5.12 names them (entrypoints/http_server.py::"/v1/responses" and what follows).
 OTHER_PATHS = (
     "/v1/responses",
     "/v1/messages",

@@ -33,7 +33,7 @@ class Routes:
         """Add each endpoint to an application; those that need a key are what SGLang's own admin routes are.
 
         Not as a router: SGLang 0.5.12's metrics middleware reads ``path`` from every route
-        (``utils/common.py:1569``), which a router included by FastAPI no longer has.
+        (``srt/utils/common.py::_get_fastapi_request_path``), which a router included by FastAPI no longer has.
         """
         for route in routes.ROUTES:
             endpoint = getattr(self, route.name)

@@ -75,7 +75,7 @@ def around_init(original: Callable, server_args: ServerArgs, *args: Any, **kwarg
 
     Raises:
         ValueError: an option is out of range or cannot be combined with slots; all reasons listed.
-        hooks.HookError: a hook is not applied.
+        NotInPlaceError: a change to SGLang is not in place.
     """
     for flag in FLAGS:
         setattr(server_args, flag.field, kwargs.pop(flag.field, flag.default))

@@ -31,7 +31,7 @@ TRAINER_MODES = ("sync", "separate_async")
 ROLLOUT = "actor_rollout_ref.rollout"
 SGLANG = f"{ROLLOUT}.engine_kwargs.sglang"
 RECORDS = f"{ROLLOUT}.enable_rollout_routing_replay"
-LOOPBACK = "127.0.0.2"  # Ray 2.60 replaces 127.0.0.1 by the machine's outward address (_private/services.py)
+LOOPBACK = "127.0.0.2"  # Ray 2.60 replaces 127.0.0.1 by the machine's outward address (ray/_private/services.py::resolve_ip_for_localhost)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,8 @@ from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpSe
 from orbit_kernels.contract.keys import VERSIONS_KEY
 from orbit_kernels.contract.options import ENABLE_FLAG
 from orbit_kernels.contract.versions import steps_of, version_of
+from orbit_verl.upstream.imports import Process, require_applied
+from orbit_verl.upstream.methods import GENERATE_REQUEST
 
 RECORD_KEY = "routed_experts"
 
@@ -31,6 +33,7 @@ class OrbitHttpServer(SGLangHttpServer):
 
     async def launch_server(self, master_address: str | None = None, master_port: int | None = None):
         """Start the server; SGLang's plugins first, since verl builds ServerArgs before SGLang would load them."""
+        require_applied(Process.ROLLOUT)
         load_plugins()
         if ENABLE_FLAG not in ServerArgs.__dataclass_fields__:
             raise RuntimeError("SGLang did not load Orbit's server plugin: `orbit doctor` says why")
@@ -39,7 +42,6 @@ class OrbitHttpServer(SGLangHttpServer):
 
     def _keep_replies(self) -> None:
         """Keep each reply until ``generate`` has read it: verl passes on neither versions nor the reason of an abort."""
-        upstream = self.tokenizer_manager.generate_request
 
         async def generate_request(request, *args, **kwargs):
             async for reply in upstream(request, *args, **kwargs):
@@ -48,12 +50,13 @@ class OrbitHttpServer(SGLangHttpServer):
                     self._replies[request.rid] = reply
                 yield reply
 
-        self.tokenizer_manager.generate_request = generate_request
+        upstream = GENERATE_REQUEST.replace_on(self.tokenizer_manager, generate_request)
 
     def _decode_record(self, meta_info: dict[str, Any]) -> None:
         """The experts that the server recorded, as verl expects them.
 
-        verl 0.9.1 asks for a tensor (async_sglang_server.py:686), SGLang 0.5.12 gives base64 (tokenizer_manager.py:1731).
+        verl 0.9.1 asks for a tensor (``async_sglang_server.py::SGLangHttpServer.generate``), SGLang 0.5.12 gives base64
+        (``tokenizer_manager.py::TokenizerManager._handle_batch_output``).
         """
         if isinstance(meta_info.get(RECORD_KEY), str):
             config = self.model_config.hf_config.get_text_config()

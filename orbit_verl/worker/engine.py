@@ -294,7 +294,7 @@ class OrbitEngine(MegatronEngineWithLMHead):
         else:
             self.optimizer.reset()
         if "extra" in contents:
-            # OptimizerParamScheduler.load_state_dict adds to the present step (optimizer_param_scheduler.py:390).
+            # It adds to the present step (optimizer_param_scheduler.py::OptimizerParamScheduler.load_state_dict).
             self.lr_scheduler.num_steps = 0
             self.lr_scheduler.load_state_dict(dict(state.scheduler))
             if state.rng:

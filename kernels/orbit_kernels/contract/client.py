@@ -133,7 +133,7 @@ class AsyncSlotClient:
         except (httpx.TransportError, httpx.InvalidURL, ValueError) as error:
             raise CallError(_what_happened(error)) from None
         except AttributeError as error:
-            # anyio 4.16 asks a connection for its peer that is gone before it was handed out (abc/_sockets.py:155).
+            # anyio 4.16 asks a connection for its peer that is gone before it was handed out (``anyio/abc/_sockets.py::_SocketProvider.extra_attributes``).
             if error.name != "getpeername":
                 raise
             raise CallError("the connection was closed as it was made") from error

@@ -218,7 +218,7 @@ def test_abandoned_requests_free_their_slot(qwen3):
         assert len(finishing.join()) == 8
         assert aborted.join()["meta_info"]["finish_reason"]["type"] == "abort"
         assert qwen3.status()["requests"] == {str(version): 1}
-    # SGLang 0.5.12 aborts a stream 2 s after its client has left (tokenizer_manager.py:1609), long before its end.
+    # SGLang 0.5.12 aborts a stream 2 s after its client has left (tokenizer_manager.py::TokenizerManager.create_abort_task), long before its end.
     wait_for(lambda: not qwen3.status()["requests"], timeout_s=8)
     qwen3.install(tiny_models.random_adapter(2))
     qwen3.install(tiny_models.random_adapter(2))
