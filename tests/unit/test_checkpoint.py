@@ -5,11 +5,11 @@ import json
 import pytest
 import safetensors
 import torch
-from format_support import FORMATS, quantize, random_weight
 from safetensors.torch import save_file
 
 from orbit_kernels.checkpoint.files import HFCheckpoint
 from orbit_kernels.formats import Fp8Format, Int4Format, Mxfp4Format, TensorSpec, WeightFormat
+from tests.support.formats import FORMATS, quantize, random_weight
 
 MODULES = ("model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj")
 ROWS, COLUMNS = 32, 256
@@ -92,7 +92,7 @@ def test_a_swapped_scale_shape_is_named(tmp_path):
 
 
 def test_another_group_size_is_named(tmp_path):
-    """field-cases #31: config.json says 128, the tensors have groups of 32."""
+    """config.json says 128, the tensors have groups of 32. docs/field-cases.md: the same dequantised bits."""
     checkpoint = write(tmp_path, tensors_of(Int4Format(group_size=32)))
     with pytest.raises(
         ValueError, match=rf"{MODULES[0]}\.weight_scale: shape \(32, 8\), expected \(32, 2\).*{MODULES[1]}"
@@ -101,7 +101,7 @@ def test_another_group_size_is_named(tmp_path):
 
 
 def test_another_scale_dtype_is_named(tmp_path):
-    """field-cases #47 and its kind: scales that are no UE8M0 bytes."""
+    """Scales that are no UE8M0 bytes. docs/field-cases.md: UE8M0 exponent bias."""
     tensors = tensors_of(Mxfp4Format())
     name = f"{MODULES[0]}.weight_scale"
     tensors[name] = tensors[name].float()

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from format_support import FORMATS, stored
 from torch.nn import functional
 
 from orbit_cli.rounding_errors import LinearError
@@ -11,6 +10,7 @@ from orbit_kernels.adapters.lora import reference as lora
 from orbit_kernels.adapters.oft import reference as oft
 from orbit_kernels.formats import Nvfp4Format
 from orbit_kernels.frozen.product import StoredWeight, frozen_matmul
+from tests.support.formats import FORMATS, stored
 
 ROWS, COLUMNS, BUDGET = 128, 384, 64 << 20
 METHODS = {"oft": OFTMethod(block_size=32), "lora": LoRAMethod(rank=4, alpha=8)}
@@ -34,7 +34,10 @@ def on_the_stored_base(method, x_TI, part, tensors):
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 @pytest.mark.parametrize("name", LOW_PRECISION)
 def test_merged_into_the_dequantised_base_it_is_the_adapter_on_the_stored_one(name, method):
-    """field-cases #51; stored again, the rounding error is the one that ``orbit quantize`` reports."""
+    """Stored again, the rounding error is the one that ``orbit quantize`` reports.
+
+    docs/field-cases.md: merge into a stored base.
+    """
     part, tensors = stored(FORMATS[name], ROWS, COLUMNS), trained(method)
     x_TI = torch.randn(9, COLUMNS, generator=torch.Generator().manual_seed(2))
     base_OI = part.dequantize(torch.float32)
