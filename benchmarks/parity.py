@@ -8,7 +8,6 @@ and (b) the quantised one. Prints a Markdown table of |log-prob sampled with - l
 """
 
 import argparse
-import asyncio
 import dataclasses
 import logging
 import math
@@ -31,8 +30,8 @@ from verl.workers.config import HFModelConfig, McoreOptimizerConfig
 
 from benchmarks.sglang_server import serve
 from orbit_cli.quantize import quantize_checkpoint
+from orbit_kernels.contract.client import SlotClient
 from orbit_verl.config.keys import AdapterSettings
-from orbit_verl.publishing.slot_client import SlotClient
 from orbit_verl.worker.engine import OrbitEngine
 from orbit_verl.worker.engine_config import OrbitEngineConfig
 
@@ -140,11 +139,11 @@ def sample(address: str, prompts: Sequence[list[int]], num_tokens: int) -> list[
     ]
 
 
-async def publish(address: str, trainer: Trainer) -> None:
+def publish(address: str, trainer: Trainer) -> None:
     """Stage and activate the trainer's adapter as version 1."""
-    adapter, client = trainer.engine.export_adapter(), SlotClient(address, timeout_s=120, attempts=3)
-    await client.stage(1, adapter.encode(), adapter.digest())
-    await client.activate(1, "finish")
+    adapter, server = trainer.engine.export_adapter(), SlotClient(f"http://{address}", timeout_s=120)
+    assert server.stage(1, adapter.encode()).digest == adapter.digest()
+    server.activate(1)
 
 
 def read_prompts(file: Path, model: Path, number: int) -> list[list[int]]:
@@ -167,7 +166,7 @@ def measure(model: Path, prompts: Sequence[list[int]], num_tokens: int, folder: 
             quantize_checkpoint(model, served, format_name=name, group_size=FORMATS[name])
             same_bits = Trainer(served)
         with serve(served, folder / f"{name}.log", "--orbit-block-size", str(BLOCK_SIZE)) as address:
-            asyncio.run(publish(address, same_bits))
+            publish(address, same_bits)
             samples = sample(address, prompts, num_tokens)
         a = Difference.of(samples, bf16.log_probs(samples))
         b = Difference.of(samples, same_bits.log_probs(samples))

@@ -29,9 +29,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.sglang_server import serve
 from orbit_kernels.adapters import METHODS, AdapterMethod
-from orbit_kernels.adapters.config import LINEAR_TARGETS, AdapterConfig, tensor_name
+from orbit_kernels.adapters.config import AdapterConfig, tensor_name
+from orbit_kernels.contract.answers import Activated
+from orbit_kernels.contract.client import SlotClient
+from orbit_kernels.contract.keys import DEFAULT_INFLIGHT, INFLIGHT_MODES, InflightMode
 from orbit_kernels.contract.payload import Adapter
-from orbit_kernels.linears.fusing import fused_with
 
 NUM_REQUESTS = 32
 NUM_PROMPT_TOKENS = 8
@@ -97,6 +99,7 @@ class Server:
 
     def __init__(self, address: str, scheduler: psutil.Process, prompts: Sequence[list[int]]):
         self._scheduler = scheduler
+        self._slots = SlotClient(f"http://{address}", timeout_s=TIMEOUT_S)
         self._http = httpx.Client(base_url=f"http://{address}", timeout=TIMEOUT_S, trust_env=False)
         self._batch = {
             "input_ids": list(prompts),
@@ -124,14 +127,14 @@ class Server:
     def stage(self, payload: bytes) -> int:
         """Stage a payload as the next version; returns the version."""
         version = next(self._new_versions)
-        self._post("/orbit/stage", params={"version": version}, content=payload)
+        self._slots.stage(version, payload)
         return version
 
-    def activate(self, version: int, inflight: str = "finish") -> dict[str, Any]:
+    def activate(self, version: int, inflight: InflightMode = DEFAULT_INFLIGHT) -> Activated:
         """Make a version that a slot holds, or the base, the active one."""
-        route = "rollback" if version < self._active_version else "activate"
+        change = self._slots.rollback if version < self._active_version else self._slots.activate
         self._active_version = version
-        return self._post(f"/orbit/{route}", json={"version": version, "inflight": inflight})
+        return change(version, inflight)
 
     def reload(self, model: Path) -> None:
         """Load all weights again, by SGLang's own route; the server must be idle."""
@@ -191,19 +194,19 @@ def pauses(server: Server, versions: Sequence[int]) -> Iterator[str]:
     """How long activations held the scheduler's loop while every request of the batch was in flight."""
     yield "| requests in flight | activations | pause in ms: median | p99 | max | bound |"
     yield "|---|---|---|---|---|---|"
-    for inflight in ("finish", "switch"):
+    for inflight in INFLIGHT_MODES:
         held_ms = _pauses_ms(server, versions, inflight)
         median, p99 = np.quantile(held_ms, (0.5, 0.99))
         yield f"| {inflight} | {len(held_ms)} | {median:.3f} | {p99:.3f} | {max(held_ms):.3f} | p99 <= 1 |"
 
 
-def _pauses_ms(server: Server, versions: Sequence[int], inflight: str) -> list[float]:
+def _pauses_ms(server: Server, versions: Sequence[int], inflight: InflightMode) -> list[float]:
     turns = itertools.cycle(versions)
     held_ms: list[float] = []
     with repeated(lambda: server.activate(next(turns), inflight)) as replies:
         for _ in range(NUM_ACTIVATIONS):
             server.generate()
-            held_ms = [reply["pause_ms"] for reply in replies if sum(reply["requests"].values()) == NUM_REQUESTS]
+            held_ms = [reply.pause_ms for reply in replies if sum(reply.requests.values()) == NUM_REQUESTS]
             if len(held_ms) >= NUM_ACTIVATIONS:
                 break
     return held_ms
@@ -248,7 +251,7 @@ def reloading(servers: dict[str, Server], payload: bytes, model: Path) -> Iterat
     slots, held_ms = servers["tied"], []
 
     def new_version() -> None:
-        held_ms.append(slots.activate(slots.stage(payload))["pause_ms"])
+        held_ms.append(slots.activate(slots.stage(payload)).pause_ms)
 
     versions_s = [_seconds(new_version) for _ in range(NUM_RELOADS)]
     reloads_s = [_seconds(lambda: servers["plain"].reload(model)) for _ in range(NUM_RELOADS)]
@@ -285,17 +288,16 @@ def random_adapter(model: Path, method: AdapterMethod, *, tied: bool) -> Adapter
     """An adapter on every linear of a dense model."""
     with torch.device("meta"):
         modules = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).named_modules()
-    generator = torch.Generator().manual_seed(0)
+    generator, config = torch.Generator().manual_seed(0), AdapterConfig(method=method)
     tensors: dict[str, torch.Tensor] = {}
-    for name, module in modules:
-        if name.rsplit(".", 1)[-1] not in LINEAR_TARGETS:
+    for module, linear in modules:
+        if not config.targets(module):
             continue
-        for leaf, shape in method.shapes(*module.weight.shape).items():
-            first = tensors.get(tensor_name(fused_with(name)[0], leaf))
-            is_shared = tied and leaf == method.shared_leaf and first is not None
+        for leaf, shape in method.shapes(*linear.weight.shape).items():
+            name = tensor_name(module, leaf)
             drawn = ADAPTER_SCALE * torch.randn(shape, generator=generator)
-            tensors[tensor_name(name, leaf)] = first if is_shared else drawn.bfloat16()
-    return Adapter(tensors, AdapterConfig(method=method))
+            tensors.setdefault(config.tied_names(name)[0] if tied else name, drawn.bfloat16())
+    return Adapter(tensors, config, tied)
 
 
 def random_prompts(model: Path) -> list[list[int]]:

@@ -4,14 +4,19 @@ import dataclasses
 import enum
 import importlib
 import importlib.metadata
+import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from rich.markup import escape
 from rich.table import Column, Table
+
+from orbit_kernels.upstream.ledger import State as ChangeState
+from orbit_kernels.upstream.ledger import Status, counts
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PINS_FILE = REPOSITORY / "requirements" / "stack.txt"
@@ -28,6 +33,8 @@ CORE_PACKAGES = (
     "ray",
 )
 _FIX = "run make setup"
+CHANGES_WIDTH = 200
+"""Columns of the list of changes where no terminal says how many there are."""
 
 
 class State(enum.Enum):
@@ -55,7 +62,7 @@ class Plugin:
         host: the host package.
         group: the entry-point group that the host reads.
         load: makes the host load its plugins, as in a run.
-        module: where ``hook_report`` is; each of its lines has a ``target`` and a ``problem``, None when applied.
+        module: where its ``LEDGER`` is.
     """
 
     host: str
@@ -73,22 +80,27 @@ def _load_sglang_plugins() -> None:
 
 
 PLUGINS = (
-    Plugin("verl", "verl.plugins", _load_verl_plugins, "orbit_verl.plugin"),
+    Plugin("verl", "verl.plugins", _load_verl_plugins, "orbit_verl.upstream.imports"),
     Plugin("sglang", "sglang.srt.plugins", _load_sglang_plugins, "orbit_sglang.upstream.hooks"),
 )
 
 
 def run_checks() -> list[Check]:
     """Every check in order. Imports verl and SGLang, which takes from seconds to a minute."""
-    has_cuda = _has_cuda()
-    if not has_cuda:
-        # Both packages decide about their device when they are imported.
-        os.environ.setdefault("VERL_PLATFORM", "orbit_cpu")
-        os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    has_cuda = choose_device()
     checks = version_checks(PINS_FILE)
     for plugin in PLUGINS:
         checks += plugin_checks(plugin)
     return checks + device_checks(has_cuda)
+
+
+def choose_device() -> bool:
+    """Whether there is CUDA; without it verl and SGLang, which decide when they are imported, are told to use the CPU."""
+    has_cuda = _has_cuda()
+    if not has_cuda:
+        os.environ.setdefault("VERL_PLATFORM", "orbit_cpu")
+        os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    return has_cuda
 
 
 def table(checks: Iterable[Check]) -> Table:
@@ -113,7 +125,7 @@ def read_pins(pins_file: Path) -> dict[str, str]:
 
 
 def plugin_checks(plugin: Plugin) -> list[Check]:
-    """Whether the entry point is found, loads, and has all its hooks applied."""
+    """Whether the entry point is found, loads, and has all its changes in place."""
     subject = f"{plugin.host} plugin"
     found = importlib.metadata.entry_points(group=plugin.group, name="orbit")
     if not found:
@@ -126,17 +138,42 @@ def plugin_checks(plugin: Plugin) -> list[Check]:
                     subject, State.FAILED, f"{plugin.host} did not load it: is it left out by an environment variable?"
                 )
             ]
-        report = importlib.import_module(plugin.module).hook_report()
+        report = importlib.import_module(plugin.module).LEDGER.report()
     except Exception as error:  # whatever an import of the stack raises is the finding
         return [Check(subject, State.FAILED, f"does not load: {type(error).__name__}: {error}")]
     failed = [
-        Check(subject, State.FAILED, f"{hook.target}: {hook.problem}; {_FIX}")
-        for hook in report
-        if hook.problem is not None
+        Check(subject, State.FAILED, f"{status.change.target}: {status.problem}; {_FIX}")
+        for status in report
+        if status.problem is not None
     ]
     if not report:
-        return [Check(subject, State.FAILED, "has no hooks")]
-    return failed or [Check(subject, State.OK, f"active, {len(report)} hooks applied")]
+        return [Check(subject, State.FAILED, "has no changes")]
+    return failed or [Check(subject, State.OK, f"active, {summary(report)}")]
+
+
+def summary(report: Sequence[Status]) -> str:
+    """How many changes a plugin makes, where they are needed, and how many are in place here."""
+    needed = ", ".join(f"{count} on {device}" for device, count in counts(report).items())
+    states = Counter(status.state for status in report)
+    found = ", ".join(f"{states[state]} {state}" for state in ChangeState if states[state])
+    return f"{len(report)} changes ({needed}): {found}"
+
+
+def changes_table(plugin: Plugin) -> Table:
+    """Every change that a plugin makes: what, how, why, until when, and its state in this process."""
+    plugin.load()
+    columns = (Column(name, overflow="fold") for name in ("target", "kind", "why", "until", "state"))
+    listed = Table(*columns, title=f"changes to {plugin.host}", padding=(0, 1))
+    for section, statuses in itertools.groupby(
+        importlib.import_module(plugin.module).LEDGER.report(), key=lambda status: status.section
+    ):
+        listed.add_section()
+        listed.add_row(f"[bold]{section}[/bold]")
+        for status in statuses:
+            change = status.change
+            state = f"{status.state}: {status.problem}" if status.problem else str(status.state)
+            listed.add_row(*map(escape, (change.target, change.kind, change.why, change.until, state)))
+    return listed
 
 
 def device_checks(has_cuda: bool) -> list[Check]:

@@ -28,13 +28,24 @@ def doctor(
         str | None, typer.Option(help="URL of a running server to ask first, e.g. http://127.0.0.1:30000.")
     ] = None,
     api_key: Annotated[str | None, typer.Option(help="That server's key, if it has one. It is never printed.")] = None,
+    changes: Annotated[
+        bool, typer.Option("--changes", help="List every change that the plugins make to verl and SGLang instead.")
+    ] = False,
 ) -> None:
-    """Check versions, plugins and hooks, and say what cannot run on this machine and why.
+    """Check versions, plugins and their changes, and say what cannot run on this machine and why.
 
     With --server also what a running server holds: slots, versions, requests, base. Exit status 1 when something that
     every run needs is broken, or the server cannot be reached, has no slots or refuses the key.
     """
     console = Console(highlight=False)
+    if changes:
+        with console.status("importing verl, SGLang and Megatron-Core"), _without_warnings():
+            doctor_checks.choose_device()
+            listed = [doctor_checks.changes_table(plugin) for plugin in doctor_checks.PLUGINS]
+        if not console.is_terminal:
+            console.width = doctor_checks.CHANGES_WIDTH
+        console.print(*listed)
+        return
     checks = []
     if server is not None:
         from orbit_cli.server_checks import server_checks

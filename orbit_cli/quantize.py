@@ -166,7 +166,7 @@ class _Source:
             self.format.specs(*self.shape(module))
         except ValueError as error:
             yield f"{module}: {error}"
-        # SGLang 0.5.12 refuses blocks that reach from one fused part into the next (fp8.py:377).
+        # SGLang 0.5.12 refuses blocks that reach from one fused part into the next (srt/layers/quantization/fp8.py::Fp8LinearMethod.validate_block_quant_shapes).
         block = self.format.block_rows if isinstance(self.format, Fp8Format) else 1
         if len(self.fused_with(module)) > 1 and self.shape(module)[0] % block:
             yield (

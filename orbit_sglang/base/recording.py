@@ -15,6 +15,7 @@ from orbit_kernels.checkpoint.manifest import BaseManifest
 from orbit_kernels.formats import BaseScheme
 from orbit_kernels.frozen.product import StoredWeight
 from orbit_kernels.linears.names import ROUTER
+from orbit_kernels.upstream.ledger import Method
 from orbit_sglang.base import stored
 from orbit_sglang.base.streamed import StreamedExperts, has_own_kernels
 from orbit_sglang.model.ranks import Ranks
@@ -23,6 +24,9 @@ from orbit_sglang.startup.scheme import language_config, read_config, read_schem
 from orbit_sglang.upstream.hooks import method_replaced
 
 logger = logging.getLogger(__name__)
+
+LOAD_WEIGHTS = Method("sglang.srt.models.qwen3.Qwen3ForCausalLM.load_weights", ("self", "weights"))
+"""That of any of SGLang's models."""
 
 
 def around_load(
@@ -47,7 +51,7 @@ def around_load(
         return result
 
     # SGLang repacks in the same call, so there is no later place.
-    with method_replaced(model, "load_weights", load_and_record):
+    with method_replaced(LOAD_WEIGHTS, model, load_and_record):
         original(model, weights, target_device)
 
 

@@ -174,7 +174,7 @@ def _split(
 ) -> list[torch.Tensor]:
     """One parameter of SGLang's as the tensors of the parts."""
     if leaf == SHAPE_LEAF:
-        # SGLang 0.5.12 loads the shapes of all parts over one another (compressed_tensors_wNa16.py:185).
+        # SGLang 0.5.12 loads the shapes of all parts over one another (compressed_tensors_wNa16.py::CompressedTensorsWNA16).
         return [torch.tensor([part_rows, columns], dtype=specs[0].dtype) for part_rows in rows]
     sizes = [spec.shape[0] if len(spec.shape) > 1 else 1 for spec in specs]
     tensors = stack.split(sizes)

@@ -4,19 +4,18 @@ An adapter's bytes do not travel here: the scheduler reads them from a file that
 """
 
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Any
 
 from sglang.srt.managers.io_struct import BaseReq
+
+from orbit_kernels.contract.errors import Refusal
+from orbit_kernels.contract.keys import DEFAULT_INFLIGHT, InflightMode
 
 INFO_KEY = "orbit_version"
 """Key of SGLang's ``customized_info`` that carries one version per request and step."""
 
 INIT_INFO_KEY = "orbit_slots"
 """Key of the scheduler's start-up information; its presence proves that the slots are in place."""
-
-InflightMode = Literal["finish", "switch"]
-"""What a change of version does to running requests."""
-INFLIGHT_MODES: tuple[str, ...] = get_args(InflightMode)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -49,7 +48,7 @@ class ActivateRequest(ControlRequest):
     """``POST /orbit/activate``."""
 
     version: int
-    inflight: InflightMode = "finish"
+    inflight: InflightMode = DEFAULT_INFLIGHT
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -57,7 +56,7 @@ class RollbackRequest(ControlRequest):
     """``POST /orbit/rollback``."""
 
     version: int | None = None
-    inflight: InflightMode = "finish"
+    inflight: InflightMode = DEFAULT_INFLIGHT
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -67,9 +66,9 @@ class DiscardRequest(ControlRequest):
 
 @dataclasses.dataclass(kw_only=True)
 class ControlReply(BaseReq):
-    """HTTP status and JSON body of the answer; ``versions`` are those that the slots hold from then on, and the base."""
+    """JSON body of the answer, or the refusal; ``versions`` are those that the slots hold from then on, and the base."""
 
     ticket: int
-    status: int
-    body: dict[str, Any]
     versions: list[int]
+    body: dict[str, Any] = dataclasses.field(default_factory=dict)
+    refusal: Refusal | None = None

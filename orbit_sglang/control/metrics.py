@@ -7,6 +7,8 @@ Without that option the values stay in memory and nobody reads them.
 import time
 from collections.abc import Mapping
 
+from orbit_kernels.contract.errors import ErrorCode
+
 REFRESH_S = 1.0
 STAGE_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 PAUSE_BUCKETS_S = (0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.1)
@@ -21,7 +23,7 @@ class SlotMetrics:
 
     def __init__(self, *, exported: bool = True):
         # Not at the module's head: the package chooses files or memory when it is imported, and SGLang 0.5.12 names the
-        # folder of the files only after it has loaded the plugins (entrypoints/engine.py:1254).
+        # folder of the files only after it has loaded the plugins (entrypoints/engine.py::_set_envs_and_config).
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
         registry = CollectorRegistry()
@@ -61,7 +63,7 @@ class SlotMetrics:
             self._pause_seconds.observe(seconds)
         self._next_refresh = 0.0
 
-    def count_rejection(self, code: str) -> None:
+    def count_rejection(self, code: ErrorCode) -> None:
         """A staging was refused."""
         if self._exported:
             self._rejected.labels(code).inc()

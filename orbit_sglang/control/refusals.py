@@ -5,20 +5,17 @@ from typing import Any
 
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-from orbit_kernels.contract.errors import error_body
-
-CODE = "version_not_held"
-ERROR_KEY = "orbit_error"
-"""Key of ``finish_reason`` that carries the body of the answer."""
+from orbit_kernels.contract.errors import ErrorCode, error_body
+from orbit_kernels.contract.keys import ERROR_KEY, REQUESTED_VERSION_KEY
 
 
 class VersionNotHeld(FINISH_ABORT):
     """Why a request ended before its first token; in a stream that has begun, part of its ``finish_reason``."""
 
     def __init__(self, version: object, versions: list[int]):
-        message = f"orbit_version {version!r}: must be one of the live versions {versions}"
-        super().__init__(message, HTTPStatus.BAD_REQUEST, "BadRequestError")
-        self._error = error_body(CODE, message, {"versions": versions})
+        message = f"{REQUESTED_VERSION_KEY} {version!r}: must be one of the live versions {versions}"
+        super().__init__(message, HTTPStatus(ErrorCode.VERSION_NOT_HELD.status), "BadRequestError")
+        self._error = error_body(ErrorCode.VERSION_NOT_HELD, message, {"versions": versions})
 
     def to_json(self) -> dict[str, Any]:
         """SGLang's fields, and the body of the answer."""

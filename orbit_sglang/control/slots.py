@@ -1,18 +1,4 @@
-"""The two slots, and what one holds. Importable without torch or SGLang."""
-
-import dataclasses
-from collections.abc import Mapping
+"""The two slots' numbers, and that of the base. Importable without torch or SGLang."""
 
 BASE_SLOT = 0
 SLOTS = (1, 2)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StagedAdapter:
-    """What a slot holds, as reported; ``modules`` counts adapted linears by leaf name."""
-
-    version: int
-    adapter_type: str
-    digest: str
-    num_bytes: int
-    modules: Mapping[str, int]

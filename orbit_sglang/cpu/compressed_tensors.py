@@ -17,53 +17,10 @@ from sglang.srt.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsW4A4Fp4,
     CompressedTensorsWNA16,
 )
-from sglang.srt.plugins.hook_registry import HookType
 
 from orbit_kernels.formats import Mxfp4Format
 from orbit_kernels.formats.common.weight_format import as_dtype
-from orbit_sglang.cpu import linear
 from orbit_sglang.startup.enabled import slots_enabled
-from orbit_sglang.upstream.hooks import Hook
-
-_PACKAGE = "sglang.srt.layers.quantization.compressed_tensors.compressed_tensors."
-_CONFIG = _PACKAGE + "CompressedTensorsConfig."
-
-
-def hook_table() -> list[Hook]:
-    """The hooks of this family."""
-    method = _PACKAGE + "CompressedTensorsLinearMethod."
-    after, around = HookType.AFTER, HookType.AROUND
-    return [
-        Hook(
-            _CONFIG + "get_supported_act_dtypes",
-            after,
-            linear.after_supported_act_dtypes,
-            ("cls",),
-            cpu_only=True,
-        ),
-        Hook(
-            _CONFIG + "_check_scheme_supported",
-            around,
-            around_check_scheme,
-            ("self", "min_capability", "error"),
-            cpu_only=True,
-        ),
-        Hook(
-            _CONFIG + "_get_scheme_from_parts",
-            around,
-            around_scheme,
-            ("self", "weight_quant", "input_quant"),
-            cpu_only=True,
-        ),
-        Hook(
-            method + "create_weights",
-            after,
-            after_create_weights,
-            ("self", "layer", "input_size_per_partition", "output_partition_sizes"),
-            cpu_only=True,
-        ),
-        *linear.method_hooks(method),
-    ]
 
 
 class Mxfp4Scheme(CompressedTensorsLinearScheme):
@@ -118,7 +75,7 @@ class WeightOnlyNvfp4Scheme(CompressedTensorsW4A4Fp4):
 def after_create_weights(result: None, method: Any, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
     """After ``create_weights``: a packed weight is also called ``weight``, as SGLang itself does for MLPs.
 
-    ``DeepseekV2AttentionMLA`` asks for the dtype of that (``models/deepseek_v2.py:1536`` of SGLang 0.5.12).
+    ``DeepseekV2AttentionMLA`` asks for the dtype of that (``srt/models/deepseek_v2.py::"fused_qkv_a_proj_with_mqa.weight.dtype"``).
     """
     if slots_enabled() and hasattr(layer, "weight_packed"):
         layer.weight = layer.weight_packed

@@ -17,7 +17,6 @@ from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
 from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput, StandardDispatchOutput
 from sglang.srt.layers.moe.topk import biased_grouped_topk_impl, fused_topk_torch_native
-from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.server_args import get_global_server_args
 
 from orbit_kernels.experts import (
@@ -39,32 +38,11 @@ from orbit_sglang.model.stored_experts import StoredExperts
 from orbit_sglang.startup.enabled import slots_enabled
 from orbit_sglang.startup.options import FrozenBaseConfig
 from orbit_sglang.startup.scheme import language_prefix, read_scheme
-from orbit_sglang.upstream.hooks import Hook
 
-_LAYER = "sglang.srt.layers.moe.fused_moe_triton.layer."
-_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner."
-_TOPK = "sglang.srt.layers.moe.topk."
 # SGLang's names of an expert's projections, by the group of parameters that holds them.
 GROUPS: Mapping[str, tuple[str, ...]] = {"w13": (GATE, UP), "w2": (DOWN,)}
 _GROUP_OF = {projections: group for group, projections in GROUPS.items()}
 _PART_OF_SHARD = {"w1": 0, "w3": 1, "w2": 0}
-
-
-def hook_table() -> list[Hook]:
-    """The hooks of this family."""
-    around = HookType.AROUND
-    return [
-        Hook(_LAYER + "FusedMoE.__init__", around, around_layer, ("self", "num_experts"), cpu_only=True),
-        Hook(_RUNNER + "check_quantized_moe_compatibility", around, around_block_check, ("self",), cpu_only=True),
-        Hook(_TOPK + "fused_topk", around, around_topk, ("hidden_states", "gating_output", "topk"), cpu_only=True),
-        Hook(
-            _TOPK + "biased_grouped_topk",
-            around,
-            around_biased_topk,
-            ("hidden_states", "gating_output", "correction_bias", "topk"),
-            cpu_only=True,
-        ),
-    ]
 
 
 class ReferenceExperts(StoredExperts):
@@ -223,7 +201,7 @@ def around_topk(
     correction_bias: torch.Tensor | None = None,
     scoring_func: str = "softmax",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Around ``fused_topk``, which without AMX is a CUDA kernel (``layers/moe/topk.py:1209`` of SGLang 0.5.12)."""
+    """Around ``fused_topk``, which without AMX is a CUDA kernel (``layers/moe/topk.py::"fused_topk = fused_topk_cpu"``)."""
     return fused_topk_torch_native(hidden_states, gating_output, topk, renormalize, correction_bias, scoring_func)
 
 
@@ -232,7 +210,7 @@ def around_biased_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Around ``biased_grouped_topk``: SGLang's plain code, uncompiled, on fp32 logits as its CUDA kernels take them.
 
-    Without AMX it is compiled (``layers/moe/topk.py:901`` of SGLang 0.5.12) and its scores have the dtype of the logits.
+    Without AMX it is compiled (``layers/moe/topk.py::biased_grouped_topk_impl``) and its scores have the dtype of the logits.
     """
     return inspect.unwrap(biased_grouped_topk_impl)(gating_output=gating_output.float(), **kwargs)
 

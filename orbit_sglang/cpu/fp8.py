@@ -5,39 +5,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from sglang.srt.plugins.hook_registry import HookType
 
 from orbit_sglang.base.quantization import SCALE
-from orbit_sglang.cpu import linear
 from orbit_sglang.cpu.stacked_parameter import StackedParameter
 from orbit_sglang.startup.enabled import slots_enabled
-from orbit_sglang.upstream.hooks import Hook
 
 logger = logging.getLogger(__name__)
-
-_FP8 = "sglang.srt.layers.quantization.fp8."
-
-
-def hook_table() -> list[Hook]:
-    """The hooks of this family."""
-    method = _FP8 + "Fp8LinearMethod."
-    return [
-        Hook(
-            _FP8 + "Fp8Config.get_supported_act_dtypes",
-            HookType.AFTER,
-            linear.after_supported_act_dtypes,
-            ("cls",),
-            cpu_only=True,
-        ),
-        Hook(
-            method + "create_weights",
-            HookType.AROUND,
-            around_create_weights,
-            ("self", "layer", "input_size_per_partition", "output_partition_sizes"),
-            cpu_only=True,
-        ),
-        *linear.method_hooks(method),
-    ]
 
 
 def around_create_weights(

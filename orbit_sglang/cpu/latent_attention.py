@@ -11,48 +11,12 @@ from typing import Any
 import torch
 from sglang.srt.models.deepseek_common.attention_forward_methods import AttnForwardMethod
 from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
-from sglang.srt.plugins.hook_registry import HookType
 
 from orbit_kernels.formats.int4 import SHAPE_LEAF
 from orbit_kernels.frozen.product import StoredWeight
 from orbit_kernels.linears.fusing import LATENTS
 from orbit_sglang.base import stored
 from orbit_sglang.startup.enabled import slots_enabled
-from orbit_sglang.upstream.hooks import Hook
-
-_MODEL = "sglang.srt.models.deepseek_v2."
-_COMMON = "sglang.srt.models.deepseek_common."
-_LOADER = _COMMON + "deepseek_weight_loader.DeepseekV2WeightLoaderMixin."
-
-
-def hook_table() -> list[Hook]:
-    """The hooks on this attention; that of ``model.latent_attention`` comes first."""
-    after, around = HookType.AFTER, HookType.AROUND
-    return [
-        Hook(
-            _MODEL + "DeepseekV2AttentionMLA.__init__",
-            after,
-            after_init,
-            ("self", "config", "hidden_size"),
-            cpu_only=True,
-        ),
-        Hook(
-            _COMMON + "attention_backend_handler.AttentionBackendRegistry.get_handler",
-            around,
-            around_handler,
-            ("cls", "backend_name"),
-            cpu_only=True,
-        ),
-        Hook(
-            _MODEL + "get_rope_wrapper",
-            around,
-            around_rope,
-            ("head_size", "rotary_dim", "max_position", "base", "is_neox_style", "rope_scaling"),
-            cpu_only=True,
-        ),
-        Hook(_LOADER + "do_load_weights", around, around_load, ("self", "weights", "is_nextn"), cpu_only=True),
-        Hook(_LOADER + "post_load_weights", around, around_absorb, ("self", "is_nextn"), cpu_only=True),
-    ]
 
 
 def after_init(result: None, attention: DeepseekV2AttentionMLA, *args: Any, **kwargs: Any) -> None:
@@ -85,7 +49,7 @@ def _absorbed(attention: DeepseekV2AttentionMLA, forward_batch: Any) -> AttnForw
 
 
 def around_rope(original: Callable, *args: Any, device: str | None = None, **kwargs: Any) -> torch.nn.Module:
-    """Around ``get_rope_wrapper``, which knows nothing but YaRN on a CPU (``rotary_embedding/factory.py:379``)."""
+    """Around ``get_rope_wrapper``, which knows nothing but YaRN on a CPU (``rotary_embedding/factory.py::get_rope_cpu``)."""
     rope_scaling = kwargs.get("rope_scaling")
     return original(*args, device=device if rope_scaling else None, **kwargs)
 
@@ -98,7 +62,10 @@ def around_load(
 
 
 def _concatenable(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """SGLang 0.5.12 takes the first of two scalars for both (``deepseek_weight_loader.py:301``), and has room for one shape."""
+    """SGLang 0.5.12 takes the first of two scalars for both, and has room for one shape.
+
+    See ``deepseek_weight_loader.py::DeepseekV2WeightLoaderMixin.do_load_weights``.
+    """
     for name, tensor in weights:
         *_, leaf, kind = name.split(".")
         if leaf not in LATENTS:
@@ -116,8 +83,8 @@ def around_absorb(original: Callable, model: torch.nn.Module, *args: Any, **kwar
 def absorb(model: torch.nn.Module, linears: Mapping[str, Mapping[str, StoredWeight]]) -> None:
     """Give every attention the halves of its ``kv_b_proj``, dequantised in the activations' dtype.
 
-    They are laid out as ``post_load_weights`` does it (``deepseek_weight_loader.py:585``): ``w_kc`` [heads, plain width,
-    latent], the latent's stride larger than the width's, and ``w_vc`` [heads, latent, value width], likewise.
+    They are laid out as ``deepseek_weight_loader.py::DeepseekV2WeightLoaderMixin.post_load_weights`` does it: ``w_kc``
+    [heads, plain width, latent], the latent's stride larger than the width's, and ``w_vc`` [heads, latent, value width], likewise.
 
     Args:
         model: SGLang's, loaded.

@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.linear import LinearBase
-from sglang.srt.plugins.hook_registry import HookType
 
 from orbit_kernels.frozen.product import StoredWeight, frozen_matmul
 from orbit_sglang.startup.enabled import slots_enabled
 from orbit_sglang.startup.options import FrozenBaseConfig
-from orbit_sglang.upstream.hooks import Hook
 
 
 class ReferenceLinear:
@@ -38,17 +36,6 @@ class ReferenceLinear:
         )
         y = y_TO.unflatten(0, x.shape[:-1])
         return y if bias is None else y + bias
-
-
-def method_hooks(method: str) -> list[Hook]:
-    """The hooks that put the reference behind a linear method of SGLang, given as a dotted name that ends in a dot."""
-    around = HookType.AROUND
-    return [
-        Hook(
-            method + "process_weights_after_loading", around, around_process_weights, ("self", "layer"), cpu_only=True
-        ),
-        Hook(method + "apply", around, around_apply, ("self", "layer", "x", "bias"), cpu_only=True),
-    ]
 
 
 def attach(layer: LinearBase, parts: Sequence[StoredWeight], config: FrozenBaseConfig) -> None:

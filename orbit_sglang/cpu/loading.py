@@ -6,38 +6,18 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.linear import LinearBase
-from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.server_args import get_global_server_args
 
 from orbit_kernels.frozen.product import StoredWeight
 from orbit_sglang.base import stored
+from orbit_sglang.base.recording import LOAD_WEIGHTS
 from orbit_sglang.cpu import latent_attention, linear
 from orbit_sglang.startup.enabled import slots_enabled
 from orbit_sglang.startup.options import FrozenBaseConfig
 from orbit_sglang.startup.scheme import read_scheme
-from orbit_sglang.upstream.hooks import Hook, method_replaced
+from orbit_sglang.upstream.hooks import method_replaced
 
 logger = logging.getLogger(__name__)
-
-
-def hook_table() -> list[Hook]:
-    """The hooks on loading."""
-    return [
-        Hook(
-            "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_and_postprocess",
-            HookType.AROUND,
-            around_load,
-            ("model", "weights", "target_device"),
-            cpu_only=True,
-        ),
-        Hook(
-            "sglang.srt.configs.update_config.update_intermediate_size",
-            HookType.AROUND,
-            around_width_padding,
-            ("model_config", "attr_name", "intermediate_padding_size"),
-            cpu_only=True,
-        ),
-    ]
 
 
 def around_load(
@@ -57,14 +37,14 @@ def around_load(
         return result
 
     # SGLang repacks in the same call, so there is no later place.
-    with method_replaced(model, "load_weights", load_and_attach):
+    with method_replaced(LOAD_WEIGHTS, model, load_and_attach):
         original(model, weights, target_device)
 
 
 def around_width_padding(original: Callable, config: Any, attribute: str, padding: int) -> Any:
     """Around ``update_intermediate_size``: keep the checkpoint's widths on a CPU.
 
-    SGLang 0.5.12 pads them to whole blocks for its AMX kernels (``configs/update_config.py:110``), so that it holds other
+    SGLang 0.5.12 pads them to whole blocks for its AMX kernels (``configs/update_config.py::adjust_config_with_unaligned_cpu_tp``), so that it holds other
     tensors than the checkpoint has.
     """
     return config if slots_enabled() else original(config, attribute, padding)

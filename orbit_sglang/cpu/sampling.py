@@ -11,7 +11,7 @@ _MASK32 = 0xFFFFFFFF
 def multinomial_with_seed(logprobs_RV: torch.Tensor, seed_R: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
     """Sample one token a row by the Gumbel-max trick; the noise depends on seed, position and token only.
 
-    On a CPU it replaces SGLang's function of the same name, which needs Triton (``layers/sampler.py:565`` of 0.5.12).
+    On a CPU it replaces SGLang's function of the same name, which needs Triton (``layers/sampler.py::multinomial_with_seed``).
 
     Args:
         logprobs_RV: log-probabilities, in nats.

@@ -12,7 +12,7 @@ class StackedParameter(BasevLLMParameter):
     """Tensors of the parts of a linear, stacked by rows.
 
     SGLang 0.5.12 derives the rows of a part's scales from its row offset in the fused weight
-    (``layers/linear.py:1106``), so that two parts share a block whenever a part ends inside one.
+    (``srt/layers/linear.py::QKVParallelLinear.weight_loader_v2``), so that two parts share a block whenever a part ends inside one.
 
     Args:
         data: the stack [sum of ``part_rows``, ...].

@@ -11,21 +11,12 @@ from typing import IO, Any
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.utils import TypeBasedDispatcher
 
-from orbit_kernels.contract.errors import error_body
+from orbit_kernels.contract.errors import ErrorCode, Refusal
 from orbit_sglang.control import messages
 from orbit_sglang.control.metrics import SlotMetrics
 from orbit_sglang.startup.options import SlotsConfig
 
 logger = logging.getLogger(__name__)
-
-
-class Refusal(Exception):
-    """An answer other than 200, as an HTTP status and the body of ``wire.error_body``."""
-
-    def __init__(self, status: int, code: str, message: str, detail: Any = None):
-        self.status = status
-        self.body = error_body(code, message, detail)
-        super().__init__(message)
 
 
 class Spool:
@@ -43,7 +34,7 @@ class Spool:
         """Write a request's body to a new file.
 
         Raises:
-            Refusal: 413 beyond ``max_bytes``, 408 when the body has not ended after ``timeout_s``.
+            Refusal: the body is longer than ``max_bytes``, or has not ended after ``timeout_s``.
         """
         file = tempfile.TemporaryFile(prefix="orbit-")
         try:
@@ -52,12 +43,12 @@ class Spool:
                     file.write(chunk)
                     if file.tell() > max_bytes:
                         raise Refusal(
-                            413,
-                            "adapter_too_large",
+                            ErrorCode.ADAPTER_TOO_LARGE,
                             f"the body is larger than {max_bytes} bytes; raise --orbit-max-adapter-bytes",
                         )
         except TimeoutError:
-            raise Refusal(408, "body_timeout", f"the body did not end within {timeout_s} s; send it again") from None
+            problem = f"the body did not end within {timeout_s} s; send it again"
+            raise Refusal(ErrorCode.BODY_TIMEOUT, problem) from None
         file.flush()
         return file
 
@@ -93,7 +84,7 @@ class Frontend:
         """Have the scheduler carry out an operation, and return its body.
 
         Raises:
-            Refusal: the scheduler refused, or did not answer in time (503).
+            Refusal: the scheduler refused, or did not answer in time.
         """
         return (await self._reply(request)).body
 
@@ -106,14 +97,12 @@ class Frontend:
             self._tokenizer_manager.send_to_scheduler.send_pyobj(request)
             reply = await asyncio.wait_for(future, self.config.stage_timeout_s)
         except TimeoutError:
-            raise Refusal(
-                503, "scheduler_timeout", f"the scheduler did not answer within {self.config.stage_timeout_s} s"
-            ) from None
+            problem = f"the scheduler did not answer within {self.config.stage_timeout_s} s"
+            raise Refusal(ErrorCode.SCHEDULER_TIMEOUT, problem) from None
         finally:
             del self._waiting[request.ticket]
-        if reply.status != 200:
-            error = reply.body["error"]
-            raise Refusal(reply.status, error["code"], error["message"], error["detail"])
+        if reply.refusal is not None:
+            raise reply.refusal
         return reply
 
     async def stage(self, version: int, chunks: AsyncIterator[bytes]) -> dict[str, Any]:
@@ -121,12 +110,12 @@ class Frontend:
         try:
             file = await self._spool.receive(chunks, self.config.max_adapter_bytes, self.config.stage_timeout_s)
         except Refusal as refusal:
-            self._metrics.count_rejection(refusal.body["error"]["code"])
+            self._metrics.count_rejection(refusal.code)
             raise
         try:
             reply = await self._reply(messages.StageRequest(version=version, path=self._spool.path(file)))
         except Refusal as refusal:
-            if refusal.status == 503:
+            if refusal.code is ErrorCode.SCHEDULER_TIMEOUT:
                 self._spool.keep(version, file)  # the scheduler may still come to read it
             raise
         self._spool.keep(version, file)
@@ -137,17 +126,18 @@ class Frontend:
         """Path of a version's payload, as it was staged.
 
         Raises:
-            Refusal: 404 when no slot holds the version.
+            Refusal: no slot holds the version.
         """
         versions = (await self.call(messages.StatusRequest()))["versions"]
         file = self._spool.find(version)
         if version not in versions or file is None:
-            raise Refusal(404, "version_not_held", f"no slot holds version {version}", {"versions": versions})
+            problem = f"no slot holds version {version}"
+            raise Refusal(ErrorCode.VERSION_NOT_HELD, problem, {"versions": versions})
         return self._spool.path(file)
 
     def _receive(self, reply: messages.ControlReply) -> None:
         future = self._waiting.get(reply.ticket)
         if future is None or future.done():
-            logger.warning("A reply of the scheduler came too late: %s", reply.body)
+            logger.warning("A reply of the scheduler came too late: %s", reply.refusal or reply.body)
             return
         future.set_result(reply)

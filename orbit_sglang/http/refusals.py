@@ -1,4 +1,4 @@
-"""A generation request whose version no slot holds: 400 with the body of ``wire.error_body``, on every route.
+"""A generation request whose version no slot holds: a refusal of Orbit's form, on every route.
 
 Only the scheduler knows the versions, and its refusal comes back as a request that ended at once. SGLang 0.5.12 puts the
 message of one into a body that each route makes for itself, with status 200 where it streams. So the first thing that such
@@ -7,14 +7,14 @@ a request would send is replaced, outside the routes.
 
 import contextvars
 import dataclasses
-from http import HTTPStatus
 from typing import Any
 
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from orbit_sglang.control.refusals import ERROR_KEY
+from orbit_kernels.contract.errors import ErrorCode
+from orbit_kernels.contract.keys import ERROR_KEY
 
 
 @dataclasses.dataclass
@@ -51,7 +51,7 @@ async def serve_or_refuse(app: ASGIApp, scope: Scope, receive: Receive, send: Se
             held, start = start, None
             if exchange.refusal is not None:
                 refused = True
-                await JSONResponse(exchange.refusal, HTTPStatus.BAD_REQUEST)(scope, receive, send)
+                await JSONResponse(exchange.refusal, ErrorCode.VERSION_NOT_HELD.status)(scope, receive, send)
                 return
             await send(held)
         await send(message)

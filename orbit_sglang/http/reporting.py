@@ -7,9 +7,9 @@ from typing import Any
 
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
+from orbit_kernels.contract.keys import VERSIONS_KEY
 from orbit_sglang.control.messages import INFO_KEY
 
-REPORT_KEY = "orbit_versions"
 DONE_EVENT = "data: [DONE]\n\n"
 
 
@@ -26,8 +26,8 @@ def extend_spans(spans: list[list[int]], versions: Iterable[int]) -> None:
 def before_batch_output(tokenizer_manager: TokenizerManager, recv_obj: Any) -> None:
     """Before ``TokenizerManager._handle_batch_output``: replace a step's versions by the request's spans so far.
 
-    SGLang 0.5.12 reports only the last chunk of ``customized_info`` (``tokenizer_manager.py:1740``), so the versions of
-    earlier chunks are kept on the request's state.
+    SGLang 0.5.12 reports only the last chunk of ``customized_info`` (``tokenizer_manager.py::TokenizerManager._handle_batch_output``),
+    so the versions of earlier chunks are kept on the request's state.
     """
     info = getattr(recv_obj, "customized_info", None)
     if not info or INFO_KEY not in info:
@@ -35,23 +35,23 @@ def before_batch_output(tokenizer_manager: TokenizerManager, recv_obj: Any) -> N
     spans_per_request = []
     for rid, versions in zip(recv_obj.rids, info.pop(INFO_KEY), strict=True):
         state = tokenizer_manager.rid_to_state.get(rid)
-        spans = [] if state is None else state.__dict__.setdefault(REPORT_KEY, [])
+        spans = [] if state is None else state.__dict__.setdefault(VERSIONS_KEY, [])
         extend_spans(spans, versions)
         spans_per_request.append([span.copy() for span in spans])
-    info[REPORT_KEY] = spans_per_request
+    info[VERSIONS_KEY] = spans_per_request
 
 
 def after_openai_response(result: Any, serving: Any, request: Any, ret: list[dict[str, Any]], created: int) -> None:
     """After ``_build_chat_response`` and ``_build_completion_response``: add one list of spans per choice."""
-    versions = [item["meta_info"].get(REPORT_KEY) for item in ret]
+    versions = [item["meta_info"].get(VERSIONS_KEY) for item in ret]
     if any(versions) and getattr(result, "metadata", None) is not None:
-        result.metadata[REPORT_KEY] = versions
+        result.metadata[VERSIONS_KEY] = versions
 
 
 def around_generate(original: Callable, tokenizer_manager: TokenizerManager, obj: Any, request: Any = None):
     """Around ``TokenizerManager.generate_request``: let a stream of an OpenAI route see the spans."""
     stream = original(tokenizer_manager, obj, request)
-    versions = getattr(obj, REPORT_KEY, None)
+    versions = getattr(obj, VERSIONS_KEY, None)
     return stream if versions is None else _noting_versions(stream, versions)
 
 
@@ -74,14 +74,14 @@ def _openai_stream(kind: str, original: Callable, serving: Any, adapted_request:
 
 async def _noting_versions(stream: AsyncIterator[dict], versions: dict[int, Any]) -> AsyncIterator[dict]:
     async for content in stream:
-        if REPORT_KEY in content["meta_info"]:
-            versions[content.get("index", 0)] = content["meta_info"][REPORT_KEY]
+        if VERSIONS_KEY in content["meta_info"]:
+            versions[content.get("index", 0)] = content["meta_info"][VERSIONS_KEY]
         yield content
 
 
 async def _with_versions(stream: AsyncIterator[str], adapted_request: Any, kind: str, model: str) -> AsyncIterator[str]:
     versions: dict[int, Any] = {}
-    setattr(adapted_request, REPORT_KEY, versions)
+    setattr(adapted_request, VERSIONS_KEY, versions)
     async for event in stream:
         if event == DONE_EVENT and versions:
             yield _versions_event(adapted_request.rid, kind, model, versions)
@@ -95,6 +95,6 @@ def _versions_event(rid: Any, kind: str, model: str, versions: dict[int, Any]) -
         "created": int(time.time()),
         "model": model,
         "choices": [],
-        "metadata": {REPORT_KEY: [spans for _, spans in sorted(versions.items())]},
+        "metadata": {VERSIONS_KEY: [spans for _, spans in sorted(versions.items())]},
     }
     return f"data: {json.dumps(event)}\n\n"

@@ -13,13 +13,13 @@ from typing import Any
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from orbit_kernels.contract.errors import error_body
+from orbit_kernels.contract.errors import ErrorCode, Refusal
 from orbit_kernels.contract.keys import REQUESTED_VERSION_KEY
 from orbit_sglang.http.refusals import serve_or_refuse
 
 NATIVE_PATH = "/generate"
 OPENAI_PATHS = ("/v1/completions", "/v1/chat/completions")
-# Named as SGLang 0.5.12 names them (entrypoints/http_server.py:1666-1799).
+# Named as SGLang 0.5.12 names them (entrypoints/http_server.py::"/v1/responses" and what follows).
 OTHER_PATHS = (
     "/v1/responses",
     "/v1/messages",
@@ -45,7 +45,8 @@ class VersionInBody:
                     receive = _replay(move_version(body, scope["path"]), receive)
             except (ValueError, RecursionError) as error:
                 problem = "the body is nested too deeply" if isinstance(error, RecursionError) else str(error)
-                await JSONResponse(error_body("bad_body", problem), 400)(scope, receive, send)
+                refusal = Refusal(ErrorCode.BAD_BODY, problem)
+                await JSONResponse(refusal.body, refusal.code.status)(scope, receive, send)
                 return
             if REQUESTED_VERSION_KEY.encode() in body:
                 await serve_or_refuse(self._app, scope, receive, send)

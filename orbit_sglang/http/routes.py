@@ -11,35 +11,35 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.utils.auth import AuthLevel, auth_level
 from starlette.requests import ClientDisconnect
 
-from orbit_kernels.contract.versions import MAX_VERSION
+from orbit_kernels.contract import routes
+from orbit_kernels.contract.errors import ErrorCode, Refusal
+from orbit_kernels.contract.keys import DEFAULT_INFLIGHT, INFLIGHT_MODES, InflightMode
+from orbit_kernels.contract.routes import Route
+from orbit_kernels.contract.versions import BASE_VERSION, MAX_VERSION
 from orbit_sglang.control import messages
-from orbit_sglang.http import openapi
-from orbit_sglang.http.frontend import Frontend, Refusal
+from orbit_sglang.http.frontend import Frontend
+from orbit_sglang.http.openapi import described
 from orbit_sglang.http.request_body import VersionInBody
 from orbit_sglang.startup.options import SlotsConfig
 
-BODY_KEYS = {"version", "inflight"}
-
 
 class Routes:
-    """The endpoints; all but ``status`` and ``base`` need the server's key where one is set, like SGLang's own admin routes."""
+    """The endpoints: a method for each route of the contract, by its name."""
 
     def __init__(self, frontend: Frontend):
         self._frontend = frontend
 
     def add_to(self, app: FastAPI) -> None:
-        """Add each endpoint to an application.
+        """Add each endpoint to an application; those that need a key are what SGLang's own admin routes are.
 
         Not as a router: SGLang 0.5.12's metrics middleware reads ``path`` from every route
-        (``utils/common.py:1569``), which a router included by FastAPI no longer has.
+        (``srt/utils/common.py::_get_fastapi_request_path``), which a router included by FastAPI no longer has.
         """
-        app.add_api_route("/orbit/status", self.status, methods=["GET"], **openapi.STATUS)
-        app.add_api_route("/orbit/base", self.base, methods=["GET"], **openapi.BASE)
-        app.add_api_route("/orbit/stage", self.stage, methods=["POST"], **openapi.STAGE)
-        app.add_api_route("/orbit/activate", self.activate, methods=["POST"], **openapi.ACTIVATE)
-        app.add_api_route("/orbit/rollback", self.rollback, methods=["POST"], **openapi.ROLLBACK)
-        app.add_api_route("/orbit/discard", self.discard, methods=["POST"], **openapi.DISCARD)
-        app.add_api_route("/orbit/adapter", self.adapter, methods=["GET"], **openapi.ADAPTER)
+        for route in routes.ROUTES:
+            endpoint = getattr(self, route.name)
+            if route.needs_key:
+                auth_level(AuthLevel.ADMIN_OPTIONAL)(endpoint.__func__)
+            app.add_api_route(route.path, endpoint, methods=[route.method], **described(route))
 
     async def status(self) -> Response:
         """Slots, versions, requests per version and counters."""
@@ -49,46 +49,41 @@ class Routes:
         """The manifest of the frozen base, as it was loaded."""
         return await _answer(lambda: self._frontend.call(messages.BaseManifestRequest()))
 
-    @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def stage(self, request: Request) -> Response:
         """Place the body's adapter in an inactive slot."""
         return await _answer(lambda: self._frontend.stage(_query_version(request), request.stream()))
 
-    @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def activate(self, request: Request) -> Response:
         """Make a staged version the one that new requests get."""
 
         async def operation() -> dict[str, Any]:
-            body = await _json_object(request)
+            body = await _json_object(request, routes.ACTIVATE)
             message = messages.ActivateRequest(version=_version(body.get("version")), inflight=_inflight(body))
             return await self._frontend.call(message)
 
         return await _answer(operation)
 
-    @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def rollback(self, request: Request) -> Response:
         """Go back to an older version, by default the one before."""
 
         async def operation() -> dict[str, Any]:
-            body = await _json_object(request)
+            body = await _json_object(request, routes.ROLLBACK)
             version = _version(body["version"]) if "version" in body else None
             return await self._frontend.call(messages.RollbackRequest(version=version, inflight=_inflight(body)))
 
         return await _answer(operation)
 
-    @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def discard(self) -> Response:
         """Empty the inactive slots."""
         return await _answer(lambda: self._frontend.call(messages.DiscardRequest()))
 
-    @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def adapter(self, request: Request) -> Response:
         """The payload of a version, as it was staged."""
         try:
             path = await self._frontend.payload(_query_version(request))
         except Refusal as refusal:
-            return JSONResponse(refusal.body, refusal.status)
-        return FileResponse(path, media_type="application/octet-stream")
+            return JSONResponse(refusal.body, refusal.code.status)
+        return FileResponse(path, media_type=routes.PAYLOAD)
 
 
 def install(result: None, tokenizer_manager: TokenizerManager) -> None:
@@ -107,7 +102,7 @@ async def _answer(operation: Callable[[], Awaitable[dict[str, Any]]]) -> Respons
     try:
         return JSONResponse(await operation())
     except Refusal as refusal:
-        return JSONResponse(refusal.body, refusal.status)
+        return JSONResponse(refusal.body, refusal.code.status)
     except ClientDisconnect:
         return Response(status_code=499)
 
@@ -119,25 +114,26 @@ def _query_version(request: Request) -> int:
 
 
 def _version(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_VERSION:
-        shown = reprlib.repr(value)
-        raise Refusal(400, "bad_version", f"version {shown}: must be an integer from 0 to {MAX_VERSION}")
+    if not isinstance(value, int) or isinstance(value, bool) or not BASE_VERSION <= value <= MAX_VERSION:
+        rule = f"must be an integer from {BASE_VERSION} to {MAX_VERSION}"
+        raise Refusal(ErrorCode.BAD_VERSION, f"version {reprlib.repr(value)}: {rule}")
     return value
 
 
-def _inflight(body: dict[str, Any]) -> str:
-    mode = body.get("inflight", "finish")
-    if mode not in messages.INFLIGHT_MODES:
-        raise Refusal(400, "bad_inflight", f"inflight {mode!r}: must be one of {', '.join(messages.INFLIGHT_MODES)}")
+def _inflight(body: dict[str, Any]) -> InflightMode:
+    mode = body.get("inflight", DEFAULT_INFLIGHT)
+    if mode not in INFLIGHT_MODES:
+        raise Refusal(ErrorCode.BAD_INFLIGHT, f"inflight {mode!r}: must be one of {', '.join(INFLIGHT_MODES)}")
     return mode
 
 
-async def _json_object(request: Request) -> dict[str, Any]:
+async def _json_object(request: Request, route: Route) -> dict[str, Any]:
     text = await request.body()
     try:
         body = json.loads(text or b"{}")
     except (ValueError, RecursionError) as error:
-        raise Refusal(400, "bad_json", f"the body is not JSON: {error}") from None
-    if not isinstance(body, dict) or body.keys() - BODY_KEYS:
-        raise Refusal(400, "bad_body", f"the body must be a JSON object with keys among {sorted(BODY_KEYS)}")
+        raise Refusal(ErrorCode.BAD_JSON, f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict) or body.keys() - set(route.body):
+        keys = sorted(route.body)
+        raise Refusal(ErrorCode.BAD_BODY, f"the body must be a JSON object with keys among {keys}")
     return body

@@ -100,7 +100,7 @@ class SlotBank:
             )
         logger.info(
             "%s slots on %d linears, fused projections %s",
-            config.adapter.upper(),
+            config.type.upper(),
             len(self.slotted_linears),
             config.fused,
         )
@@ -164,6 +164,6 @@ class SlotBank:
             return None
         device = self.batch.slot_of_token_T.device
         split = config.fused == "split"
-        linear = LINEARS[config.adapter](parts, config.method, split=split, dtype=self._dtype, device=device)
+        linear = LINEARS[config.type](parts, config.method, split=split, dtype=self._dtype, device=device)
         self.slotted_linears.append(linear)
         return linear

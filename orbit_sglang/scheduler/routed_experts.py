@@ -14,39 +14,12 @@ from typing import Any
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.server_args import ServerArgs, get_global_server_args
 from sglang.srt.state_capturer.routed_experts import RoutedExpertsCapturer, get_global_experts_capturer
 
 from orbit_sglang.model.forward import most_tokens
-from orbit_sglang.upstream.hooks import Hook
 
-_CAPTURER = "sglang.srt.state_capturer."
 _KEPT = "orbit_routed_experts"
-
-
-def hook_table() -> list[Hook]:
-    """The hooks on SGLang's record."""
-    return [
-        Hook(
-            _CAPTURER + "routed_experts.RoutedExpertsCapturer.__init__",
-            HookType.AROUND,
-            around_capturer,
-            ("self", "model_config", "num_tokens", "max_running_requests"),
-        ),
-        Hook(
-            "sglang.srt.managers.schedule_batch.ScheduleBatch.release_req",
-            HookType.BEFORE,
-            before_release,
-            ("self", "idx"),
-        ),
-        Hook(
-            "sglang.srt.managers.scheduler.Scheduler.maybe_collect_routed_experts",
-            HookType.AFTER,
-            after_collect,
-            ("self", "req"),
-        ),
-    ]
 
 
 def around_capturer(
@@ -54,7 +27,8 @@ def around_capturer(
 ) -> None:
     """Around ``RoutedExpertsCapturer.__init__``: room for a whole batch where prompts are not taken in chunks.
 
-    SGLang 0.5.12 sizes its buffer by ``chunked_prefill_size``, which is -1 then (``state_capturer/routed_experts.py:65``).
+    SGLang 0.5.12 sizes its buffer by ``chunked_prefill_size``, which is -1 then
+    (``state_capturer/routed_experts.py::RoutedExpertsCapturer.__init__``).
 
     Raises:
         ValueError: the model has no experts.

@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from pydantic import BaseModel
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.utils import TypeBasedDispatcher
 
-from orbit_kernels.contract.errors import error_body
-from orbit_kernels.contract.keys import REQUESTED_VERSION_KEY
+from orbit_kernels.contract.answers import Activated, Base, Discarded, Staged, Status
+from orbit_kernels.contract.errors import ErrorCode, Refusal
+from orbit_kernels.contract.keys import REQUESTED_VERSION_KEY, InflightMode
 from orbit_kernels.contract.versions import BASE_VERSION
 from orbit_sglang.control import messages
 from orbit_sglang.control.metrics import SlotMetrics
@@ -25,7 +27,7 @@ from orbit_sglang.control.slots import BASE_SLOT
 from orbit_sglang.model.ranks import Ranks
 from orbit_sglang.model.slots import SlotBank
 from orbit_sglang.scheduler.staging import StageJob, StageOutcome
-from orbit_sglang.scheduler.versions import Conflict, SlotVersions
+from orbit_sglang.scheduler.versions import SlotVersions
 from orbit_sglang.startup.options import SlotsConfig
 from orbit_sglang.upstream import hooks
 
@@ -127,46 +129,51 @@ class SlotScheduler:
             version, slot = BASE_VERSION, BASE_SLOT
         return RequestVersion(version, slot, chosen=requested is not None, base_key=req.extra_key)
 
-    def _guarded(self, handler: Callable[[Any], dict | None]) -> Callable[[Any], messages.ControlReply | None]:
+    def _guarded(self, handler: Callable[[Any], BaseModel | None]) -> Callable[[Any], messages.ControlReply | None]:
         def handle(request: messages.ControlRequest) -> messages.ControlReply | None:
             try:
-                body = handler(request)
-            except Conflict as conflict:
-                self._counters[f"rejected_{conflict.code}"] += 1
-                return self._reply(request, 409, error_body(conflict.code, conflict.message, conflict.detail))
-            return None if body is None else self._reply(request, 200, body)
+                answer = handler(request)
+            except Refusal as refusal:
+                self._counters[f"rejected_{refusal.code}"] += 1
+                return self._refuse(request, refusal)
+            return None if answer is None else self._reply(request, answer)
 
         return handle
 
-    def _reply(self, request: messages.ControlRequest, status: int, body: dict[str, Any]) -> messages.ControlReply:
-        return messages.ControlReply(ticket=request.ticket, status=status, body=body, versions=self._versions.versions)
+    def _reply(self, request: messages.ControlRequest, answer: BaseModel) -> messages.ControlReply:
+        body = answer.model_dump(mode="json")
+        return messages.ControlReply(ticket=request.ticket, versions=self._versions.versions, body=body)
 
-    def _status(self, request: messages.StatusRequest) -> dict[str, Any]:
-        return {
-            "active_version": self._versions.active_version,
-            "versions": self._versions.versions,
-            "highest_seen": self._versions.highest_seen,
-            "slots": self._versions.describe(),
-            "staging": self._versions.staging_version,
-            "adapter": {
-                "type": self._config.adapter,
+    def _refuse(self, request: messages.ControlRequest, refusal: Refusal) -> messages.ControlReply:
+        return messages.ControlReply(ticket=request.ticket, versions=self._versions.versions, refusal=refusal)
+
+    def _status(self, request: messages.StatusRequest) -> Status:
+        return Status(
+            active_version=self._versions.active_version,
+            versions=self._versions.versions,
+            highest_seen=self._versions.highest_seen,
+            slots=self._versions.describe(),
+            staging=self._versions.staging_version,
+            adapter={
+                "type": self._config.type,
                 self._config.method.size_field: self._config.size,
                 "fused": self._config.fused,
             },
-            "requests": {str(version): count for version, count in sorted(self._in_use().items())},
-            "counters": dict(self._counters),
-            "last_activate_pause_ms": self._last_pause_ms,
-            "busy_s": self._busy_s,
-        }
+            requests=self._in_use(),
+            counters=self._counters,
+            last_activate_pause_ms=self._last_pause_ms,
+            busy_s=self._busy_s,
+        )
 
-    def _base(self, request: messages.BaseManifestRequest) -> dict[str, Any]:
-        return self._scheduler.tp_worker.model_runner.model.orbit_base
+    def _base(self, request: messages.BaseManifestRequest) -> Base:
+        # Not validated: it has an entry for each of a checkpoint's tensors, and the scheduler's loop waits.
+        return Base.model_construct(**self._scheduler.tp_worker.model_runner.model.orbit_base)
 
     def _stage(self, request: messages.StageRequest) -> None:
         try:
             slot = self._versions.begin_stage(request.version, self._in_use())
-        except Conflict as conflict:
-            self._metrics.count_rejection(conflict.code)
+        except Refusal as refusal:
+            self._metrics.count_rejection(refusal.code)
             raise
         self._job = StageJob(request, self._bank, slot)
         self._job.start()
@@ -180,35 +187,33 @@ class SlotScheduler:
             self._metrics.observe_stage(outcome.seconds)
             staged = outcome.staged
             self._log("staged", version=staged.version, digest=staged.digest, bytes=staged.num_bytes, s=outcome.seconds)
-            status, body = 200, {**dataclasses.asdict(outcome.staged), "stage_s": outcome.seconds}
+            reply = self._reply(job.request, Staged(**staged.model_dump(), stage_s=outcome.seconds))
         else:
             self._versions.fail_stage(outcome.overwritten)
-            refused = outcome.failure.problems is not None
-            self._counters["rejected_adapter_refused" if refused else "stage_failed"] += 1
-            status = 422 if refused else 500
-            code = "adapter_refused" if refused else "stage_failed"
+            failure, code = outcome.failure, outcome.failure.code
+            self._counters[f"rejected_{code}" if code is ErrorCode.ADAPTER_REFUSED else code.value] += 1
             self._metrics.count_rejection(code)
-            self._log("stage refused", version=job.request.version, code=code, message=outcome.failure.message)
-            body = error_body(code, outcome.failure.message, outcome.failure.problems)
-        self._scheduler.send_to_tokenizer.send_output(self._reply(job.request, status, body), job.request)
+            self._log("stage refused", version=job.request.version, code=code, message=failure.message)
+            reply = self._refuse(job.request, Refusal(code, failure.message, failure.problems))
+        self._scheduler.send_to_tokenizer.send_output(reply, job.request)
 
-    def _activate(self, request: messages.ActivateRequest) -> dict[str, Any]:
+    def _activate(self, request: messages.ActivateRequest) -> Activated:
         start = time.perf_counter()
         self._versions.activate(request.version)
         self._counters["activated"] += 1
         return self._move_requests("activated", request.inflight, start)
 
-    def _rollback(self, request: messages.RollbackRequest) -> dict[str, Any]:
+    def _rollback(self, request: messages.RollbackRequest) -> Activated:
         start = time.perf_counter()
         self._versions.rollback(request.version)
         self._counters["rolled_back"] += 1
         self._metrics.count_rollback()
         return self._move_requests("rolled back", request.inflight, start)
 
-    def _discard(self, request: messages.DiscardRequest) -> dict[str, Any]:
-        return {"discarded": self._versions.discard(self._in_use())}
+    def _discard(self, request: messages.DiscardRequest) -> Discarded:
+        return Discarded(discarded=self._versions.discard(self._in_use()))
 
-    def _move_requests(self, event: str, inflight: str, start: float) -> dict[str, Any]:
+    def _move_requests(self, event: str, inflight: InflightMode, start: float) -> Activated:
         """Requests that have not started take the active version; started ones too when they are to switch."""
         started = self._started_requests()
         for req in self._scheduler.waiting_queue:
@@ -225,15 +230,9 @@ class SlotScheduler:
         pause_s = time.perf_counter() - start
         self._last_pause_ms = pause_s * 1e3
         self._metrics.observe_pause(pause_s)
-        requests = {str(version): count for version, count in sorted(in_use.items())}
         version = self._versions.active_version
-        self._log(event, version=version, inflight=inflight, pause_ms=self._last_pause_ms, requests=requests)
-        return {
-            "active_version": version,
-            "pause_ms": self._last_pause_ms,
-            "busy_s": self._busy_s,
-            "requests": requests,
-        }
+        self._log(event, version=version, inflight=inflight, pause_ms=self._last_pause_ms, requests=in_use)
+        return Activated(active_version=version, pause_ms=self._last_pause_ms, busy_s=self._busy_s, requests=in_use)
 
     def _log(self, event: str, **fields: Any) -> None:
         """One line per event, its fields as JSON."""
@@ -274,9 +273,9 @@ class SlotScheduler:
         return [req for key, req in reqs.items() if key not in waiting and not req.finished()]
 
     def _in_use(self) -> dict[int, int]:
-        """Requests, running and waiting, by version."""
+        """Requests, running and waiting, by version, in the versions' order."""
         reqs: Iterable[Req] = [*self._started_requests(), *self._scheduler.waiting_queue]
-        return dict(collections.Counter(req.orbit.version for req in reqs))
+        return dict(sorted(collections.Counter(req.orbit.version for req in reqs).items()))
 
 
 def install(result: None, scheduler: Scheduler) -> None:

@@ -7,9 +7,10 @@ import threading
 import time
 from collections.abc import Sequence
 
+from orbit_kernels.contract.answers import StagedAdapter
+from orbit_kernels.contract.errors import ErrorCode
 from orbit_kernels.contract.payload import AdapterError
 from orbit_sglang.control.messages import StageRequest
-from orbit_sglang.control.slots import StagedAdapter
 from orbit_sglang.model.slots import SlotBank
 
 logger = logging.getLogger(__name__)
@@ -21,6 +22,11 @@ class StageFailure:
 
     message: str
     problems: list[str] | None = None
+
+    @property
+    def code(self) -> ErrorCode:
+        """What the answer calls it."""
+        return ErrorCode.STAGE_FAILED if self.problems is None else ErrorCode.ADAPTER_REFUSED
 
 
 @dataclasses.dataclass

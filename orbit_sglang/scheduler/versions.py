@@ -1,25 +1,15 @@
-"""Which adapter version each slot holds, and which one is active. Pure Python: no torch, no SGLang.
+"""Which adapter version each slot holds, and which one is active. Importable without torch or SGLang.
 
 Version 0 is the base model with the adapter off. It needs no slot, is always available and is active at the start.
 Two slots hold versions above 0; a version that was staged once is never accepted again.
 """
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
+from orbit_kernels.contract.answers import EmptySlot, FilledSlot, StagedAdapter
+from orbit_kernels.contract.errors import ErrorCode, Refusal
 from orbit_kernels.contract.versions import BASE_VERSION
-from orbit_sglang.control.slots import BASE_SLOT, SLOTS, StagedAdapter
-
-
-class Conflict(Exception):
-    """A request that the current state does not allow; nothing was changed."""
-
-    def __init__(self, code: str, message: str, detail: Any = None):
-        self.code = code
-        self.message = message
-        self.detail = detail
-        super().__init__(message)
+from orbit_sglang.control.slots import BASE_SLOT, SLOTS
 
 
 class SlotVersions:
@@ -56,12 +46,12 @@ class SlotVersions:
             in_use: running requests by version.
 
         Raises:
-            Conflict: the version is not new, another staging is in progress, or requests use every inactive slot.
+            Refusal: the version is not new, another staging is in progress, or requests use every inactive slot.
         """
         if self.staging_version is not None:
-            raise Conflict("staging_in_progress", f"version {self.staging_version} is being staged; retry later")
+            raise Refusal(ErrorCode.STAGING_IN_PROGRESS, f"version {self.staging_version} is being staged; retry later")
         if version <= self.highest_seen:
-            raise Conflict("version_not_new", f"version {version}: must be greater than {self.highest_seen}")
+            raise Refusal(ErrorCode.VERSION_NOT_NEW, f"version {version}: must be greater than {self.highest_seen}")
         slot = self._free_slot(in_use)
         self.staging_version, self._staging_slot = version, slot
         return slot
@@ -84,13 +74,14 @@ class SlotVersions:
         """Make a staged version the one that new requests get; no change when it already is.
 
         Raises:
-            Conflict: the version is not staged, or is older than the active one.
+            Refusal: the version is not staged, or is older than the active one.
         """
         if version == self.active_version:
             return
         if version < self.active_version:
-            raise Conflict(
-                "version_older", f"version {version} is older than the active {self.active_version}; use rollback"
+            raise Refusal(
+                ErrorCode.VERSION_OLDER,
+                f"version {version} is older than the active {self.active_version}; use rollback",
             )
         self._require_held(version)
         self._rollback_version, self.active_version = self.active_version, version
@@ -99,16 +90,19 @@ class SlotVersions:
         """Go back to an older version, by default the one that was active before; returns it.
 
         Raises:
-            Conflict: no slot holds that version any more, it is newer, or there is nothing to go back to.
+            Refusal: no slot holds that version any more, it is newer, or there is nothing to go back to.
         """
         target = self._rollback_version if version is None else version
         if target is None:
-            raise Conflict(
-                "nothing_to_roll_back", f"name a version; available: {self.versions}", {"versions": self.versions}
+            raise Refusal(
+                ErrorCode.NOTHING_TO_ROLL_BACK,
+                f"name a version; available: {self.versions}",
+                {"versions": self.versions},
             )
         if target > self.active_version:
-            raise Conflict(
-                "version_newer", f"version {target} is newer than the active {self.active_version}; use activate"
+            raise Refusal(
+                ErrorCode.VERSION_NEWER,
+                f"version {target} is newer than the active {self.active_version}; use activate",
             )
         self._require_held(target)
         if target != self.active_version:
@@ -119,31 +113,28 @@ class SlotVersions:
         """Empty every inactive slot; returns the versions dropped.
 
         Raises:
-            Conflict: staging is in progress, or requests use an inactive version.
+            Refusal: staging is in progress, or requests use an inactive version.
         """
         if self.staging_version is not None:
-            raise Conflict("staging_in_progress", f"version {self.staging_version} is being staged; retry later")
+            raise Refusal(ErrorCode.STAGING_IN_PROGRESS, f"version {self.staging_version} is being staged; retry later")
         inactive = {slot: adapter.version for slot, adapter in self._inactive().items() if adapter}
         busy = {version: in_use[version] for version in inactive.values() if in_use.get(version)}
         if busy:
-            raise Conflict("slot_in_use", f"requests are running on {sorted(busy)}", {"requests": busy})
+            raise Refusal(ErrorCode.SLOT_IN_USE, f"requests are running on {sorted(busy)}", {"requests": busy})
         for slot in inactive:
             self._held[slot] = None
         return sorted(inactive.values())
 
-    def describe(self) -> list[dict[str, Any]]:
+    def describe(self) -> list[EmptySlot | FilledSlot]:
         """One entry per slot for the status route."""
         return [self._describe_slot(slot) for slot in SLOTS]
 
-    def _describe_slot(self, slot: int) -> dict[str, Any]:
-        adapter = self._held[slot]
-        if slot == self._staging_slot:
-            state = "staging"
-        elif adapter is None:
-            state = "empty"
-        else:
-            state = "active" if adapter.version == self.active_version else "staged"
-        return {"slot": slot, "state": state, **(dataclasses.asdict(adapter) if adapter else {"version": None})}
+    def _describe_slot(self, slot: int) -> EmptySlot | FilledSlot:
+        adapter, is_staging = self._held[slot], slot == self._staging_slot
+        if adapter is None:
+            return EmptySlot(slot=slot, state="staging" if is_staging else "empty")
+        state = "active" if adapter.version == self.active_version else "staged"
+        return FilledSlot(slot=slot, state="staging" if is_staging else state, **adapter.model_dump())
 
     def _inactive(self) -> dict[int, StagedAdapter | None]:
         return {
@@ -161,14 +152,14 @@ class SlotVersions:
             if adapter is None or not in_use.get(adapter.version):
                 return slot
             busy[adapter.version] = in_use[adapter.version]
-        raise Conflict(
-            "slot_in_use", f"running requests still use version {sorted(busy)}; retry later", {"requests": busy}
+        raise Refusal(
+            ErrorCode.SLOT_IN_USE, f"running requests still use version {sorted(busy)}; retry later", {"requests": busy}
         )
 
     def _require_held(self, version: int) -> None:
         if self.slot_of(version) is None:
-            raise Conflict(
-                "version_not_staged",
+            raise Refusal(
+                ErrorCode.VERSION_NOT_STAGED,
                 f"version {version} is not staged; available: {self.versions}",
                 {"versions": self.versions},
             )

@@ -103,7 +103,10 @@ def _has_latents(model_type: str) -> bool:
 
 
 def _check_layers(config: PretrainedConfig) -> None:
-    """SGLang 0.5.12 builds experts in every layer of a Qwen3-MoE (models/qwen3_moe.py:766) and would not load dense ones."""
+    """Refuse a Qwen3-MoE with dense layers, which SGLang 0.5.12 would not load: it builds experts in all of them.
+
+    See ``srt/models/qwen3_moe.py::"self.is_layer_sparse = True"``.
+    """
     if config.model_type != "qwen3_moe":
         return
     if config.mlp_only_layers or config.decoder_sparse_step != 1:
@@ -114,7 +117,10 @@ def _check_layers(config: PretrainedConfig) -> None:
 
 
 def _check_cpu(config: PretrainedConfig) -> None:
-    """Refuse SGLang's operators for AMX that read the weights of shared experts past their ``apply`` (deepseek_v2.py:823)."""
+    """Refuse SGLang's operators for AMX, which read the weights of shared experts past their ``apply``.
+
+    See ``srt/models/deepseek_v2.py::DeepseekV2MoE.forward_cpu``.
+    """
     if _has_latents(config.model_type) and cpu_has_amx_support():
         raise ValueError(
             f"--device cpu: SGLang's CPU kernels (sgl-kernel) would compute a {config.model_type} past the adapters of its "
@@ -160,8 +166,8 @@ def _needs_reference(weight_format: WeightFormat) -> bool:
 def _check_global_scales(checkpoint: HFCheckpoint, formats: Mapping[str, WeightFormat], device: str) -> None:
     """Refuse what SGLang 0.5.12 would compute with another weight.
 
-    It multiplies a fused linear by the largest of its parts' global scales (``modelopt_quant.py:1364``,
-    ``compressed_tensors_w4a4_nvfp4.py:94``).
+    It multiplies a fused linear by the largest of its parts' global scales (``modelopt_quant.py::ModelOptFp4LinearMethod.process_weights_after_loading``,
+    ``compressed_tensors_w4a4_nvfp4.py::CompressedTensorsW4A4Fp4.process_weights_after_loading``).
     """
     for name, weight_format in formats.items():
         if not isinstance(weight_format, Nvfp4Format):
@@ -177,7 +183,10 @@ def _check_global_scales(checkpoint: HFCheckpoint, formats: Mapping[str, WeightF
 
 
 def _check_latents(formats: Mapping[str, WeightFormat], device: str) -> None:
-    """Refuse what SGLang 0.5.12 has no code for on a GPU (``deepseek_weight_loader.py:461``, ``deepseek_v2.py:1536``).
+    """Refuse what SGLang 0.5.12 has no code for on a GPU.
+
+    See ``deepseek_weight_loader.py::DeepseekV2WeightLoaderMixin.post_load_weights`` and
+    ``srt/models/deepseek_v2.py::DeepseekV2AttentionMLA.__init__``.
 
     It absorbs ``kv_b_proj`` if that is plain or FP8, and fuses the projections of the latents if these have a ``weight``.
     FP8 of other blocks than 128x128 it would quantise once more, by tensor.

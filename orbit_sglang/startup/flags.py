@@ -7,14 +7,14 @@ They are injected as dataclass fields, so that ``ServerArgs(**kwargs)``, ``from_
 import argparse
 import dataclasses
 import logging
-from collections.abc import Callable
-from typing import Any, get_args
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
 
-from orbit_kernels.adapters import METHODS
-from orbit_sglang.startup.options import Activations, ExpertsMode, FrozenBaseConfig, FusedMode, SlotsConfig, unsupported
+from orbit_kernels.contract.options import ENABLE_FLAG, choices
+from orbit_sglang.startup.options import FrozenBaseConfig, ServerOptions, SlotsConfig, command_line, unsupported
 from orbit_sglang.upstream import hooks
 
 logger = logging.getLogger(__name__)
@@ -32,71 +32,29 @@ class Flag:
 
     def add_to(self, group: argparse._ArgumentGroup) -> None:
         """Add the flag to a group of the command line."""
-        name = "--" + self.field.replace("_", "-")
+        name = command_line(self.field)
         if self.type is bool:
             group.add_argument(name, action="store_true", help=self.help)
         else:
             group.add_argument(name, type=self.type, default=self.default, choices=self.choices, help=self.help)
 
 
-_DEFAULTS = SlotsConfig()
-_BASE_DEFAULTS = FrozenBaseConfig()
+def _flags(group: type[ServerOptions]) -> Iterator[Flag]:
+    for field, rule in group.declared():
+        allowed = choices(field)
+        yield Flag(
+            field=rule.flag,
+            type=str if allowed else field.type,
+            default=field.default,
+            help=rule.help,
+            choices=allowed,
+        )
+
+
 FLAGS = (
-    Flag(field="enable_orbit_slots", type=bool, default=False, help="serve two adapter slots beside the frozen model"),
-    Flag(field="orbit_adapter", type=str, default=_DEFAULTS.adapter, choices=tuple(METHODS), help="adapter method"),
-    Flag(field="orbit_block_size", type=int, default=_DEFAULTS.block_size, help="OFT: width of a rotation block"),
-    Flag(field="orbit_rank", type=int, default=_DEFAULTS.rank, help="LoRA: rank of the updates"),
-    Flag(
-        field="orbit_fused",
-        type=str,
-        default=_DEFAULTS.fused,
-        choices=get_args(FusedMode),
-        help="one rotation (OFT) or one A (LoRA) for all parts of a fused projection, or one for each part",
-    ),
-    Flag(
-        field="orbit_experts",
-        type=str,
-        default=_DEFAULTS.experts,
-        choices=get_args(ExpertsMode),
-        help="an adapter for each routed expert, or one that all experts of a layer share",
-    ),
-    Flag(
-        field="orbit_seeded_sampling",
-        type=bool,
-        default=_DEFAULTS.seeded_sampling,
-        help="sample every request from its own sampling_seed, whatever else is in its batch",
-    ),
-    Flag(
-        field="orbit_max_adapter_bytes",
-        type=int,
-        default=_DEFAULTS.max_adapter_bytes,
-        help="largest accepted adapter payload",
-    ),
-    Flag(
-        field="orbit_stage_timeout_s",
-        type=float,
-        default=_DEFAULTS.stage_timeout_s,
-        help="seconds to receive an adapter, and again to place it in its slot",
-    ),
-    Flag(
-        field="orbit_base_activations",
-        type=str,
-        default=_BASE_DEFAULTS.activations,
-        choices=get_args(Activations),
-        help="on a CPU with a quantised base: quantise activations as the deployed kernel does, or leave them",
-    ),
-    Flag(
-        field="orbit_dequant_chunk_mb",
-        type=int,
-        default=_BASE_DEFAULTS.dequant_chunk_mb,
-        help="on a CPU with a quantised base: MiB of weights dequantised at a time",
-    ),
-    Flag(
-        field="orbit_experts_per_chunk",
-        type=int,
-        default=_BASE_DEFAULTS.experts_per_chunk,
-        help="on a CPU: experts of a mixture dequantised at a time",
-    ),
+    Flag(field=ENABLE_FLAG, type=bool, default=False, help="serve two adapter slots beside the frozen model"),
+    *_flags(SlotsConfig),
+    *_flags(FrozenBaseConfig),
 )
 
 
@@ -117,7 +75,7 @@ def around_init(original: Callable, server_args: ServerArgs, *args: Any, **kwarg
 
     Raises:
         ValueError: an option is out of range or cannot be combined with slots; all reasons listed.
-        hooks.HookError: a hook is not applied.
+        NotInPlaceError: a change to SGLang is not in place.
     """
     for flag in FLAGS:
         setattr(server_args, flag.field, kwargs.pop(flag.field, flag.default))

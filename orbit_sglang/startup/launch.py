@@ -4,6 +4,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+from orbit_kernels.upstream.ledger import NotInPlaceError
 from orbit_sglang.control.messages import INIT_INFO_KEY
 from orbit_sglang.startup.checkpoint_check import check_checkpoint
 from orbit_sglang.upstream import hooks
@@ -13,7 +14,7 @@ def around_launch(original: Callable, cls: type, server_args: Any, *args: Any, *
     """Around ``Engine._launch_subprocesses``.
 
     Raises:
-        hooks.HookError: a hook is not applied here or in a scheduler process.
+        NotInPlaceError: a hook is not applied here or in a scheduler process.
         ValueError: the checkpoint would be served wrongly.
     """
     if not server_args.enable_orbit_slots:
@@ -23,7 +24,7 @@ def around_launch(original: Callable, cls: type, server_args: Any, *args: Any, *
     launched = original(cls, server_args, *args, **kwargs)
     infos = launched[3].scheduler_infos
     if missing := [rank for rank, info in enumerate(infos) if INIT_INFO_KEY not in info]:
-        raise hooks.HookError(
+        raise NotInPlaceError(
             f"scheduler processes {missing} run without Orbit's hooks: is the plugin 'orbit' left out of SGLANG_PLUGINS?"
         )
     return launched

@@ -4,103 +4,84 @@ Importable without torch or SGLang.
 """
 
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Any, Self
 
 from orbit_kernels.adapters import METHODS, AdapterMethod
 from orbit_kernels.adapters.config import AdapterConfig
+from orbit_kernels.contract.options import (
+    SEEDED_SAMPLING_FLAG,
+    AdapterOptions,
+    BaseOptions,
+    Options,
+    option,
+)
 
-FusedMode = Literal["tied", "split"]
-ExpertsMode = Literal["each", "shared"]
-Activations = Literal["deployed", "none"]
+
+class ServerOptions(Options):
+    """Options that fields of SGLang's ``ServerArgs`` set; messages name their flags on the command line."""
+
+    @classmethod
+    def written(cls, name: str, value: str) -> str:
+        """``--orbit-rank 8``."""
+        return f"{cls.flag(name)} {value}"
+
+    @classmethod
+    def flag(cls, name: str) -> str:
+        """The flag that sets an option."""
+        return next(command_line(rule.flag) for field, rule in cls.declared() if field.name == name)
+
+    @classmethod
+    def from_server_args(cls, server_args: Any) -> Self:
+        """The options as ``flags`` put them on SGLang's ``ServerArgs``."""
+        return cls(**{field.name: getattr(server_args, rule.flag) for field, rule in cls.declared()})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SlotsConfig:
-    """How a server carries adapters.
+class SlotsConfig(ServerOptions, AdapterOptions):
+    """How a server carries adapters: of one type and size, which an adapter must have to be staged.
 
-    Args:
-        adapter: adapter method of both slots; adapters of the other are refused.
-        block_size: OFT: width of one rotation block; an adapter with another block size is refused.
-        rank: LoRA: rank of every update; an adapter with another rank is refused.
-        fused: ``tied`` shares what acts on the input (OFT's rotation, LoRA's A) among the parts of a fused projection, and
-            refuses adapters whose parts differ; ``split`` gives each part its own, which costs OFT one row of the
-            GEMM per part and token, and LoRA one small GEMM per part.
-        experts: ``each`` routed expert has an adapter of its own, or one is ``shared`` by all of a layer and rotates before
-            dispatch (OFT, tied).
-        seeded_sampling: sample each request from its ``sampling_seed``; one is drawn for requests without.
-        max_adapter_bytes: largest accepted payload.
-        stage_timeout_s: limit for receiving a payload, and again for placing it in its slot.
-
-    Raises:
-        ValueError: a field is out of range.
+    ``fused=tied`` shares what acts on the input among the parts of a fused projection, and refuses adapters whose parts
+    differ; ``split`` gives each part its own, which costs OFT one row of the GEMM per part and token, and LoRA one small GEMM
+    per part.
     """
 
-    adapter: Literal["oft", "lora"] = "oft"
-    block_size: int = 32
-    rank: int = 16
-    fused: FusedMode = "tied"
-    experts: ExpertsMode = "each"
-    seeded_sampling: bool = False
-    max_adapter_bytes: int = 1 << 30
-    stage_timeout_s: float = 120.0
-
-    def __post_init__(self):
-        if self.adapter not in METHODS:
-            raise ValueError(f"--orbit-adapter {self.adapter!r}: must be one of {', '.join(METHODS)}")
-        if self.block_size < 2:
-            raise ValueError(f"--orbit-block-size {self.block_size}: must be at least 2, e.g. 32")
-        if self.rank < 1:
-            raise ValueError(f"--orbit-rank {self.rank}: must be at least 1, e.g. 16")
-        if self.fused not in get_args(FusedMode):
-            raise ValueError(f"--orbit-fused {self.fused!r}: must be one of {', '.join(get_args(FusedMode))}")
-        if self.experts not in get_args(ExpertsMode):
-            raise ValueError(f"--orbit-experts {self.experts!r}: must be one of {', '.join(get_args(ExpertsMode))}")
-        if self.experts == "shared" and (self.adapter, self.fused) != ("oft", "tied"):
-            raise ValueError(
-                f"--orbit-experts shared with --orbit-adapter {self.adapter} and --orbit-fused {self.fused}: one rotation of "
-                "the experts' input needs oft and tied"
-            )
-        if self.max_adapter_bytes < 1:
-            raise ValueError(f"--orbit-max-adapter-bytes {self.max_adapter_bytes}: must be positive")
-        if self.stage_timeout_s <= 0:
-            raise ValueError(f"--orbit-stage-timeout-s {self.stage_timeout_s}: must be positive")
-
-    @classmethod
-    def from_server_args(cls, server_args: Any) -> "SlotsConfig":
-        """The options as ``flags`` put them on SGLang's ``ServerArgs``."""
-        return cls(
-            adapter=server_args.orbit_adapter,
-            block_size=server_args.orbit_block_size,
-            rank=server_args.orbit_rank,
-            fused=server_args.orbit_fused,
-            experts=server_args.orbit_experts,
-            seeded_sampling=server_args.orbit_seeded_sampling,
-            max_adapter_bytes=server_args.orbit_max_adapter_bytes,
-            stage_timeout_s=server_args.orbit_stage_timeout_s,
-        )
+    seeded_sampling: bool = option(
+        False,
+        "sample every request from its own sampling_seed, whatever else is in its batch; one is drawn for requests without",
+        flag=SEEDED_SAMPLING_FLAG,
+    )
+    max_adapter_bytes: int = option(
+        1 << 30, "largest accepted adapter payload", at_least=1, flag="orbit_max_adapter_bytes"
+    )
+    stage_timeout_s: float = option(
+        120.0,
+        "seconds to receive an adapter, and again to place it in its slot",
+        above=0,
+        flag="orbit_stage_timeout_s",
+    )
 
     @property
     def method(self) -> AdapterMethod:
         """The adapter method with the size that the slots are made for."""
-        method = METHODS[self.adapter]
+        method = METHODS[self.type]
         return method(**{method.size_field: self.size})
 
     @property
     def size(self) -> int:
         """Block size or rank."""
-        return getattr(self, METHODS[self.adapter].size_field)
+        return getattr(self, METHODS[self.type].size_field)
 
     @property
     def size_flag(self) -> str:
         """The flag that sets ``size``."""
-        return f"--orbit-{METHODS[self.adapter].size_field.replace('_', '-')}"
+        return self.flag(METHODS[self.type].size_field)
 
     def problems(self, adapter: AdapterConfig) -> list[str]:
         """Why an adapter of this configuration does not fit slots made at start-up; its contents may be anything."""
-        if adapter.type != self.adapter:
+        if adapter.type != self.type:
             return [
-                f"adapter type {adapter.type!r}: the slots hold {self.adapter!r} adapters; train with "
-                f"orbit.adapter.type={self.adapter} or start the server with --orbit-adapter {adapter.type}"
+                f"adapter type {adapter.type!r}: the slots hold {self.type!r} adapters; train with "
+                f"orbit.adapter.type={self.type} or start the server with {self.written('type', adapter.type)}"
             ]
         field = adapter.method.size_field
         size = getattr(adapter.method, field)
@@ -108,50 +89,18 @@ class SlotsConfig:
             return []
         return [
             f"{field} {size}: the slots hold adapters of {field} {self.size}; train with orbit.adapter.{field}={self.size} "
-            f"or start the server with {self.size_flag} {size}"
+            f"or start the server with {self.written(field, size)}"
         ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FrozenBaseConfig:
-    """How a CPU computes with a quantised base; the trainer's ``orbit.base`` has the same fields and defaults.
+class FrozenBaseConfig(ServerOptions, BaseOptions):
+    """How a CPU computes with a quantised base; on a GPU SGLang's kernels do."""
 
-    Args:
-        activations: ``deployed`` quantises the input of a linear as the format's GPU kernel does, ``none`` does not.
-        dequant_chunk_mb: limit in MiB of the weights that are dequantised at a time; experts have ``experts_per_chunk``.
-        experts_per_chunk: experts of a mixture that are dequantised at a time.
 
-    Raises:
-        ValueError: a field is out of range.
-    """
-
-    activations: Activations = "deployed"
-    dequant_chunk_mb: int = 64
-    experts_per_chunk: int = 4
-
-    def __post_init__(self):
-        if self.activations not in get_args(Activations):
-            raise ValueError(
-                f"--orbit-base-activations {self.activations!r}: must be one of {', '.join(get_args(Activations))}"
-            )
-        if self.dequant_chunk_mb < 1:
-            raise ValueError(f"--orbit-dequant-chunk-mb {self.dequant_chunk_mb}: must be at least 1, e.g. 64")
-        if self.experts_per_chunk < 1:
-            raise ValueError(f"--orbit-experts-per-chunk {self.experts_per_chunk}: must be at least 1, e.g. 4")
-
-    @classmethod
-    def from_server_args(cls, server_args: Any) -> "FrozenBaseConfig":
-        """The options as ``flags`` put them on SGLang's ``ServerArgs``."""
-        return cls(
-            activations=server_args.orbit_base_activations,
-            dequant_chunk_mb=server_args.orbit_dequant_chunk_mb,
-            experts_per_chunk=server_args.orbit_experts_per_chunk,
-        )
-
-    @property
-    def chunk_bytes(self) -> int:
-        """The limit in bytes."""
-        return self.dequant_chunk_mb << 20
+def command_line(flag: str) -> str:
+    """The flag on the command line that sets a field of ``ServerArgs``."""
+    return f"--{flag.replace('_', '-')}"
 
 
 # ServerArgs field, the values under which slots work, why not otherwise.

@@ -1,12 +1,11 @@
-"""The hooks on SGLang, and the proof that each is in place.
+"""The ledger of the changes to SGLang, and the two kinds of change that SGLang alone has.
 
-SGLang 0.5.12 only logs a hook whose target has moved, and serves on (``plugins/hook_registry.py``, ``apply_hooks``).
+SGLang 0.5.12 only logs a hook whose target has moved, and serves on (``plugins/hook_registry.py::HookRegistry.apply_hooks``).
 So every target and its parameters are checked here, and a server with slots does not start when one is wrong.
 """
 
 import contextlib
 import dataclasses
-import inspect
 import pkgutil
 from collections.abc import Callable, Iterator
 from typing import ClassVar
@@ -14,64 +13,75 @@ from typing import ClassVar
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.utils import is_cpu
 
-
-class HookError(RuntimeError):
-    """Hooks that are not in place."""
+from orbit_kernels.upstream.ledger import Change, Device, Ledger, Method, function_of, name_of
 
 
-@dataclasses.dataclass(frozen=True)
-class Hook:
-    """A function on a dotted target of SGLang, whose first parameters must be ``parameters``.
+def is_needed(device: Device) -> bool:
+    """Whether SGLang computes on such a device in this process."""
+    return device is Device.ALL or (device is Device.CPU) == is_cpu()
 
-    One that is ``cpu_only`` is left out where SGLang computes on another device.
+
+LEDGER = Ledger(
+    "SGLang",
+    is_needed,
+    consequence="it would serve without adapters",
+    fix="Install the pinned SGLang (make setup), or serve without --enable-orbit-slots",
+)
+
+
+def require_applied() -> None:
+    """Check every change to SGLang that this device needs.
+
+    Raises:
+        NotInPlaceError: at least one is not in place; all are listed.
     """
+    LEDGER.require_applied()
 
-    target: str
-    kind: HookType
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hook(Change):
+    """A function on a dotted target of SGLang, whose first parameters must be ``parameters``."""
+
+    type: HookType
     function: Callable
     parameters: tuple[str, ...]
-    cpu_only: bool = False
 
     @property
-    def needed(self) -> bool:
-        """Whether this process needs the hook."""
-        return not self.cpu_only or is_cpu()
+    def kind(self) -> str:
+        """SGLang's word for it."""
+        return self.type.value
+
+    @property
+    def by(self) -> str:
+        """See Change."""
+        return name_of(self.function)
 
     def install(self) -> None:
         """Hand it to SGLang's registry, which applies it when the plugins are loaded."""
-        HookRegistry.register(self.target, self.function, self.kind)
+        HookRegistry.register(self.target, self.function, self.type)
 
     def problem(self) -> str | None:
-        """Why the hook does not work in this process; None when it is applied or not needed."""
-        if not self.needed:
-            return None
-        try:
-            current = pkgutil.resolve_name(self.target)
-        except (AttributeError, ImportError) as error:
-            return f"the target does not exist: {error}"
-        found = tuple(inspect.signature(inspect.unwrap(_function(current))).parameters)
-        if found[: len(self.parameters)] != self.parameters:
-            return f"the target takes {found}, expected {self.parameters}"
-        if not _is_wrapped_by(current, self.function):
+        """See Change."""
+        if problem := Method(self.target, self.parameters).problem():
+            return problem
+        if not _is_wrapped_by(pkgutil.resolve_name(self.target), self.function):
             return "the hook is not applied"
         return None
 
 
-@dataclasses.dataclass(frozen=True)
-class CpuAttribute:
-    """A module's attribute that is no function, so that no hook can reach it; replaced where SGLang computes on a CPU."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attribute(Change):
+    """A module's attribute that is no function, so that no hook can reach it."""
 
-    target: str
+    kind: ClassVar[str] = "replaces"
+
     expected: object
     value: object
 
-    kind: ClassVar[HookType] = HookType.REPLACE
-    function: ClassVar[None] = None
-
     @property
-    def needed(self) -> bool:
-        """Whether this process needs the replacement."""
-        return is_cpu()
+    def by(self) -> str:
+        """See Change."""
+        return name_of(type(self.value))
 
     def install(self) -> None:
         """Replace it, if it is what was expected."""
@@ -80,79 +90,55 @@ class CpuAttribute:
             setattr(pkgutil.resolve_name(module), name, self.value)
 
     def problem(self) -> str | None:
-        """Why it is not replaced; None when it is, or need not be."""
-        if not self.needed or pkgutil.resolve_name(self.target) is self.value:
-            return None
-        return f"it is {pkgutil.resolve_name(self.target)!r}, expected {self.expected!r}"
+        """See Change."""
+        found = pkgutil.resolve_name(self.target)
+        return None if found is self.value else f"it is {found!r}, expected {self.expected!r}"
 
 
-@dataclasses.dataclass(frozen=True)
-class HookStatus:
-    """One line of ``hook_report``; ``problem`` is None when the hook is applied, or not needed on this device."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fields(Change):
+    """Fields that a dataclass of SGLang has in addition."""
 
-    target: str
-    kind: str
-    needed: bool
-    problem: str | None
+    kind: ClassVar[str] = "adds fields to"
 
+    add: Callable[[], None]
+    names: tuple[str, ...]
 
-_HOOKS: list[Hook | CpuAttribute] = []
+    @property
+    def by(self) -> str:
+        """See Change."""
+        return name_of(self.add)
 
+    def install(self) -> None:
+        """Add them."""
+        self.add()
 
-def register(hooks: list[Hook | CpuAttribute]) -> None:
-    """Install what this device needs, and remember everything for the report.
-
-    Raises:
-        ValueError: the same function is already registered on that target.
-    """
-    for hook in hooks:
-        if any(known.target == hook.target and known.function is hook.function for known in _HOOKS):
-            raise ValueError(f"{hook.function} is already registered on {hook.target}; register it once")
-        if hook.needed:
-            hook.install()
-        _HOOKS.append(hook)
-
-
-def hook_report() -> list[HookStatus]:
-    """Every hook and its state in this process; imports the targets."""
-    return [HookStatus(hook.target, hook.kind.value, hook.needed, hook.problem()) for hook in _HOOKS]
-
-
-def require_applied() -> None:
-    """Check every hook.
-
-    Raises:
-        HookError: at least one is not applied; all are listed.
-    """
-    problems = [f"{status.target}: {status.problem}" for status in hook_report() if status.problem]
-    if not _HOOKS:
-        problems = ["no hook is registered; call orbit_sglang.plugin.register() first"]
-    if problems:
-        raise HookError(
-            "Orbit's hooks do not fit this SGLang, so it would serve without adapters: "
-            + "; ".join(problems)
-            + ". Install the pinned SGLang (make setup), or serve without --enable-orbit-slots"
-        )
+    def problem(self) -> str | None:
+        """See Change."""
+        known = pkgutil.resolve_name(self.target).__dataclass_fields__
+        missing = [name for name in self.names if name not in known]
+        return f"it has no field {', '.join(missing)}" if missing else None
 
 
 @contextlib.contextmanager
-def method_replaced(instance: object, name: str, replacement: Callable) -> Iterator[None]:
-    """Replace a method on one instance while the body runs; replacements may be nested."""
+def method_replaced(method: Method, instance: object, replacement: Callable) -> Iterator[None]:
+    """Replace a method on one instance while the body runs; replacements may be nested.
+
+    Raises:
+        NotInPlaceError: the instance has no such method.
+    """
+    name = method.target.rpartition(".")[2]
     before = vars(instance).get(name)
-    setattr(instance, name, replacement)
+    method.replace_on(instance, replacement)
     try:
         yield
     finally:
         delattr(instance, name) if before is None else setattr(instance, name, before)
 
 
-def _function(attribute: object) -> Callable:
-    return getattr(attribute, "__func__", attribute)
-
-
 def _is_wrapped_by(attribute: object, function: Callable) -> bool:
     """Whether a wrapper of SGLang's registry around the attribute calls ``function``."""
-    layer = _function(attribute)
+    layer = function_of(attribute)
     while layer is not None:
         closure = getattr(layer, "__closure__", None) or ()
         if any(cell.cell_contents is function for cell in closure):

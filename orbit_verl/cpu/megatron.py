@@ -2,14 +2,17 @@
 
 import contextlib
 import logging
+import pkgutil
 from typing import Any
 
 import torch
 
+from orbit_kernels.upstream.ledger import NotInPlaceError, resolve_problem
+
 logger = logging.getLogger(__name__)
 
 
-class _CpuTorch:
+class CpuTorch:
     """The ``torch`` of one module, with ``zeros(device="cuda")`` landing on the CPU."""
 
     def __getattr__(self, name: str) -> Any:
@@ -17,40 +20,70 @@ class _CpuTorch:
 
     @staticmethod
     def zeros(*size: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        """See torch."""
         return torch.zeros(*size, device="cpu" if device == "cuda" else device, **kwargs)
 
 
-class _NoGenerators:
+class NoGenerators:
     """In the place of CUDA's random states: nothing draws from them."""
 
     @staticmethod
     def fork() -> contextlib.AbstractContextManager[None]:
+        """No state is taken."""
         return contextlib.nullcontext()
 
 
-def install() -> None:
-    """Apply the patches once; safe to call again.
+def current_device() -> torch.device:
+    """The device on which Megatron-Core allocates."""
+    return torch.device("cpu")
 
-    Needed until Megatron-Core asks its configuration for the device instead of CUDA.
+
+def synchronize(device: Any = None) -> None:
+    """Nothing runs asynchronously."""
+
+
+def seed_generators(seed: int, **kwargs: Any) -> None:
+    """Dropout is 0, so nothing draws from CUDA's generators."""
+
+
+def rng_tracker(**kwargs: Any) -> NoGenerators:
+    """No generators."""
+    return NoGenerators()
+
+
+def rng_states() -> tuple[torch.Tensor]:
+    """The CPU's generator alone."""
+    return (torch.get_rng_state(),)
+
+
+def set_rng_states(state: torch.Tensor) -> None:
+    """The CPU's generator alone."""
+    torch.set_rng_state(state)
+
+
+REPLACED = {
+    "torch.cuda.current_device": current_device,
+    "torch.cuda.synchronize": synchronize,
+    "megatron.core.tensor_parallel.model_parallel_cuda_manual_seed": seed_generators,
+    "megatron.core.tensor_parallel.get_cuda_rng_tracker": rng_tracker,
+    "megatron.core.tensor_parallel.random._get_all_rng_states": rng_states,
+    "megatron.core.tensor_parallel.random._set_all_rng_states": set_rng_states,
+    "megatron.core.pipeline_parallel.schedules.torch": CpuTorch(),
+}
+"""What takes the place of each attribute; ``orbit_verl.changes`` says why."""
+
+
+def install() -> None:
+    """Replace the attributes; safe to call again.
+
+    Raises:
+        NotInPlaceError: Megatron-Core or torch has one of them no longer.
     """
     if torch.cuda.is_available():
         return
-    import megatron.core.pipeline_parallel.schedules as schedules
-    from megatron.core import tensor_parallel
-
-    if isinstance(schedules.torch, _CpuTorch):
-        return
-    # models/common/embeddings/rotary_pos_embedding.py:162, tensor_parallel/mappings.py:91, p2p_communication.py:211
-    torch.cuda.current_device = lambda: torch.device("cpu")
-    # pipeline_parallel/p2p_communication.py:263 and :419
-    torch.cuda.synchronize = lambda device=None: None
-    # tensor_parallel/random.py:290 reads CUDA's generators; dropout is 0, so nothing draws from its seeds
-    tensor_parallel.model_parallel_cuda_manual_seed = lambda seed, **kwargs: None
-    # transformer_block.py:593 and language_model_embedding.py:149 fork CUDA's generators for the dropout of a sequence's part
-    tensor_parallel.get_cuda_rng_tracker = lambda **kwargs: _NoGenerators()
-    # tensor_parallel/random.py:499 and :509 save and restore CUDA's generators around recomputed activations
-    tensor_parallel.random._get_all_rng_states = lambda: (torch.get_rng_state(),)
-    tensor_parallel.random._set_all_rng_states = torch.set_rng_state
-    # pipeline_parallel/schedules.py:669, :1056 and :2242
-    schedules.torch = _CpuTorch()
+    if problems := [f"{target}: {problem}" for target in REPLACED if (problem := resolve_problem(target))]:
+        raise NotInPlaceError(f"{'; '.join(problems)}. Install the pinned stack (make setup)")
+    for target, value in REPLACED.items():
+        holder, _, name = target.rpartition(".")
+        setattr(pkgutil.resolve_name(holder), name, value)
     logger.info("no CUDA device: Megatron-Core runs on the CPU")

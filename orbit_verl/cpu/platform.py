@@ -40,7 +40,7 @@ def _device_module() -> types.ModuleType:
 class CpuPlatform(PlatformBase):
     """Chosen by verl's own detection when no accelerator is found; ``VERL_PLATFORM=orbit_cpu`` forces it.
 
-    Ray hands out its logical "GPU" resource, since verl counts no other (verl 0.9.1, single_controller/ray/base.py:226).
+    Ray hands out its logical "GPU" resource, since verl counts no other (verl/single_controller/ray/base.py::ResourcePoolManager).
     """
 
     device_name = property(lambda self: "cpu")

@@ -3,13 +3,11 @@
 import logging
 from collections.abc import Mapping, Sequence
 
-import httpx
-
 from orbit_kernels.checkpoint.manifest import BaseManifest, first_difference
+from orbit_kernels.contract import routes
+from orbit_kernels.contract.client import CallError, SlotClient
 
 logger = logging.getLogger(__name__)
-
-ROUTE = "/orbit/base"
 
 
 class PreflightError(RuntimeError):
@@ -47,19 +45,14 @@ def served_manifest(server: str, timeout_s: float) -> BaseManifest:
         PreflightError: it does not answer in time, or not with a manifest.
     """
     try:
-        response = httpx.get(f"http://{server}{ROUTE}", timeout=timeout_s, trust_env=False)
-    except httpx.TransportError as error:
-        raise PreflightError(
-            f"the SGLang server at {server} does not answer {ROUTE} ({type(error).__name__}); see its log above"
-        ) from error
-    if not response.is_success:
-        raise PreflightError(
-            f"the SGLang server at {server} answers {ROUTE} with {response.status_code}: {response.text[:500]}"
-        )
-    try:
-        return BaseManifest.from_json(response.text)
-    except ValueError as error:
-        raise PreflightError(f"the SGLang server at {server} answers {ROUTE} without a manifest: {error}") from error
+        base = SlotClient(f"http://{server}", timeout_s=timeout_s).base()
+    except CallError as error:
+        if error.status is None:
+            raise PreflightError(
+                f"the SGLang server at {server} does not answer {routes.BASE.path} ({error.message}); see its log above"
+            ) from error
+        raise PreflightError(f"the SGLang server at {server} answers {routes.BASE.path} with {error}") from error
+    return BaseManifest(formats=base.formats, tensors=base.tensors)
 
 
 def require_equal(trainer: BaseManifest, other: BaseManifest, holder: str) -> None:

@@ -18,8 +18,9 @@ from transformers import AutoConfig, AutoTokenizer
 from verl.plugin.platform import get_platform
 from verl.utils.config import omega_conf_to_dataclass
 
+from orbit_kernels.contract.options import ENABLE_FLAG, SEEDED_SAMPLING_FLAG
 from orbit_kernels.families import DecoderArchitecture, read_architecture
-from orbit_verl.config.keys import AdapterSettings, OrbitConfig, check_key
+from orbit_verl.config.keys import AdapterSettings, Keys, OrbitConfig, check_key
 from orbit_verl.model.replay import MODE_KEY as REPLAY
 from orbit_verl.model.targets import adapted_shapes, check_served
 from orbit_verl.model.tensors import open_checkpoint
@@ -30,7 +31,7 @@ TRAINER_MODES = ("sync", "separate_async")
 ROLLOUT = "actor_rollout_ref.rollout"
 SGLANG = f"{ROLLOUT}.engine_kwargs.sglang"
 RECORDS = f"{ROLLOUT}.enable_rollout_routing_replay"
-LOOPBACK = "127.0.0.2"  # Ray 2.60 replaces 127.0.0.1 by the machine's outward address (_private/services.py)
+LOOPBACK = "127.0.0.2"  # Ray 2.60 replaces 127.0.0.1 by the machine's outward address (ray/_private/services.py::resolve_ip_for_localhost)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +120,6 @@ def _keys(node: DictConfig, prefix: str) -> Iterator[str]:
 
 def _implied_settings(config: DictConfig, orbit: OrbitConfig, checkpoint: dict[str, Any]) -> list[Implied]:
     dtype = _checkpoint_dtype(config, checkpoint)
-    adapter = orbit.adapter
     implied = [
         Implied(f"{ROLLOUT}.name", None, "sglang", "adapter slots exist in SGLang servers"),
         Implied(f"{ROLLOUT}.mode", "async", "async", "requests run while a version is staged"),
@@ -133,17 +133,9 @@ def _implied_settings(config: DictConfig, orbit: OrbitConfig, checkpoint: dict[s
         Implied(f"{ROLLOUT}.load_format", "dummy", "auto", "the base comes from the checkpoint and is never sent"),
         Implied(f"{ROLLOUT}.dtype", "bfloat16", dtype, "trainer and server hold the checkpoint's bits"),
         Implied(f"{ROLLOUT}.calculate_log_probs", True, True, "parity compares them with the trainer's"),
-        Implied(f"{SGLANG}.enable_orbit_slots", None, True, "the server side of the strategy"),
-        Implied(f"{SGLANG}.orbit_adapter", None, adapter.type, "orbit.adapter.type"),
-        Implied(f"{SGLANG}.orbit_block_size", None, adapter.block_size, "orbit.adapter.block_size"),
-        Implied(f"{SGLANG}.orbit_rank", None, adapter.rank, "orbit.adapter.rank"),
-        Implied(f"{SGLANG}.orbit_fused", None, adapter.fused, "orbit.adapter.fused"),
-        Implied(f"{SGLANG}.orbit_experts", None, adapter.experts, "orbit.adapter.experts"),
-        Implied(f"{SGLANG}.orbit_base_activations", None, orbit.base.activations, "orbit.base.activations"),
-        Implied(f"{SGLANG}.orbit_dequant_chunk_mb", None, orbit.base.dequant_chunk_mb, "orbit.base.dequant_chunk_mb"),
-        Implied(
-            f"{SGLANG}.orbit_experts_per_chunk", None, orbit.base.experts_per_chunk, "orbit.base.experts_per_chunk"
-        ),
+        Implied(f"{SGLANG}.{ENABLE_FLAG}", None, True, "the server side of the strategy"),
+        *_passed_on(orbit.adapter),
+        *_passed_on(orbit.base),
         Implied(
             "trainer.v1.sampler.max_off_policy_threshold",
             8,
@@ -168,7 +160,7 @@ def _implied_settings(config: DictConfig, orbit: OrbitConfig, checkpoint: dict[s
         manager = "orbit_verl.rollout.agent_loop.OrbitAgentLoopManager"
         implied += [
             Implied(f"{ROLLOUT}.agent.agent_loop_manager_class", None, manager, "orbit.seed"),
-            Implied(f"{SGLANG}.orbit_seeded_sampling", None, True, "orbit.seed"),
+            Implied(f"{SGLANG}.{SEEDED_SAMPLING_FLAG}", None, True, "orbit.seed"),
         ]
     if config.trainer.v1.trainer_mode == "separate_async":
         implied.append(
@@ -177,6 +169,13 @@ def _implied_settings(config: DictConfig, orbit: OrbitConfig, checkpoint: dict[s
     if get_platform().device_name == "cpu":
         implied += _implied_on_cpu(config)
     return implied
+
+
+def _passed_on(keys: Keys) -> Iterator[Implied]:
+    """What a server must be told of these keys: those that it has a flag for."""
+    for field, rule in keys.declared():
+        if rule.flag is not None:
+            yield Implied(f"{SGLANG}.{rule.flag}", None, getattr(keys, field.name), f"{keys.group}.{field.name}")
 
 
 def _replay_mode(config: DictConfig) -> str:

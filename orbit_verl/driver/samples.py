@@ -10,6 +10,9 @@ import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 from verl.workers.utils.padding import response_from_nested
 
+from orbit_kernels.contract.keys import VERSIONS_KEY
+from orbit_kernels.contract.versions import version_of
+
 UNKNOWN_VERSION = -1
 """Version of a token whose row mixes versions in a way that its spans do not tell (several turns)."""
 
@@ -62,7 +65,7 @@ class SampledTokens:
 def sampled_versions(batch: KVBatchMeta) -> set[int]:
     """The adapter versions that sampled the tokens of a batch."""
     data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["extra_fields"])
-    return {version for extra_fields in data["extra_fields"] for version, _, _ in extra_fields["orbit_versions"]}
+    return {version for extra_fields in data["extra_fields"] for version, _, _ in extra_fields[VERSIONS_KEY]}
 
 
 def token_versions(extra_fields: dict, num_tokens: int) -> list[int]:
@@ -72,9 +75,9 @@ def token_versions(extra_fields: dict, num_tokens: int) -> list[int]:
         extra_fields: the sample's, as ``OrbitHttpServer.generate`` fills them.
         num_tokens: trained tokens, at most as many as were generated (verl cuts a response to its limit).
     """
-    spans = extra_fields["orbit_versions"]
+    spans = extra_fields[VERSIONS_KEY]
     versions = [version for version, _, count in spans for _ in range(count)]
     if len(versions) >= num_tokens:
         return versions[:num_tokens]
-    oldest, newest = extra_fields["min_global_steps"] + 1, extra_fields["max_global_steps"] + 1
+    oldest, newest = (version_of(extra_fields[f"{end}_global_steps"]) for end in ("min", "max"))
     return [oldest if oldest == newest else UNKNOWN_VERSION] * num_tokens

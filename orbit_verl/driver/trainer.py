@@ -7,8 +7,9 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-import httpx
 import ray
 from omegaconf import DictConfig
 from transfer_queue import KVBatchMeta
@@ -20,12 +21,16 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from orbit_kernels.checkpoint.manifest import first_difference
+from orbit_kernels.contract.client import CallError, SlotClient
 from orbit_kernels.contract.versions import version_of
+from orbit_kernels.upstream.ledger import NotInPlaceError
 from orbit_verl.driver.base_check import check_bases, served_manifest
 from orbit_verl.driver.parity import ParityError, parity_metrics, violations
 from orbit_verl.driver.run_config import is_orbit, read_orbit_config
 from orbit_verl.driver.samples import UNKNOWN_VERSION, VALIDATION_PARTITION, SampledTokens, sampled_versions
 from orbit_verl.publishing.checkpoint_engine import OrbitCheckpointManager
+from orbit_verl.upstream.imports import Process, require_applied
+from orbit_verl.upstream.methods import SAMPLE, WAIT_FOR_NEXT_POLL
 from orbit_verl.worker.actor import OrbitActorWorker
 
 logger = logging.getLogger(__name__)
@@ -37,11 +42,12 @@ SERVER_CHECK_INTERVAL_S = 5.0
 class OrbitTrainer(PPOTrainer):
     """What both trainer modes share. Mixed in before verl's trainer of a mode."""
 
-    # verl decides by LoRA's rank whether the reference is the actor without its adapter (trainer_base.py:233).
+    # verl decides by LoRA's rank whether the reference is the actor without its adapter (v1/trainer_base.py::PPOTrainer._setup).
     ref_in_actor = property(lambda self: True, lambda self, value: None)
 
     def __init__(self, config: DictConfig):
-        RolloutReplicaRegistry.register("sglang", _load_replica)
+        require_applied(Process.DRIVER)
+        RolloutReplicaRegistry.register("sglang", load_replica)
         self.orbit = read_orbit_config(config)
         self._submission_order: dict[str, int] = {}
         self._submissions = itertools.count()
@@ -54,7 +60,8 @@ class OrbitTrainer(PPOTrainer):
     @property
     def trained_version(self) -> int:
         """The version whose log-probs this step computes: the one published by the step before."""
-        return version_of(self.global_steps - 1)
+        steps_before = self.global_steps - 1
+        return version_of(steps_before)
 
     def _init_resource_pool_mgr(self):
         super()._init_resource_pool_mgr()
@@ -103,8 +110,8 @@ class OrbitTrainer(PPOTrainer):
     def _build_replay_buffer(self):
         """verl's, which looks after the servers while it waits for samples, and notes which versions were validated."""
         buffer = super()._build_replay_buffer()
-        buffer._wait_for_next_poll = self._while_watching_servers(buffer._wait_for_next_poll)
-        buffer.sample = self._noting_validated_versions(buffer.sample)
+        WAIT_FOR_NEXT_POLL.replace_on(buffer, self._while_watching_servers(buffer._wait_for_next_poll))
+        SAMPLE.replace_on(buffer, self._noting_validated_versions(buffer.sample))
         return buffer
 
     def _while_watching_servers(self, wait_for_next_poll: Callable) -> Callable:
@@ -241,11 +248,13 @@ class OrbitTrainer(PPOTrainer):
         for manager in self._rollout_server_managers():
             for address in manager.get_addresses():
                 try:
-                    httpx.get(f"http://{address}/orbit/status", timeout=self.orbit.slots.timeout_s, trust_env=False)
-                except httpx.TransportError as error:
+                    SlotClient(f"http://{address}", timeout_s=self.orbit.slots.timeout_s).status()
+                except CallError as error:
+                    if error.status is not None:
+                        continue  # whatever it says, it runs
                     raise RuntimeError(
                         f"step {self.global_steps}: the SGLang server at {address} does not answer "
-                        f"({type(error).__name__}); see its log above, then resume with trainer.resume_mode=auto"
+                        f"({error.message}); see its log above, then resume with trainer.resume_mode=auto"
                     ) from error
 
 
@@ -261,7 +270,8 @@ class OrbitTrainerSeparateAsync(OrbitTrainer, PPOTrainerSeparateAsync):
     """``trainer.v1.trainer_mode=separate_async``: servers generate while the trainer trains."""
 
     def _setup(self):
-        # verl logs with print's flush= when there are no hybrid replicas (trainer_separate_async.py:180): a TypeError.
+        # verl logs with print's flush= when there are no hybrid replicas, a TypeError
+        # (trainer_separate_async.py::PPOTrainerSeparateAsync._setup).
         upstream_logger = logging.getLogger(PPOTrainerSeparateAsync.__module__)
         level = upstream_logger.level
         upstream_logger.setLevel(logging.WARNING)
@@ -278,25 +288,31 @@ class OrbitTrainerSeparateAsync(OrbitTrainer, PPOTrainerSeparateAsync):
         return self.standalone_server_manager.get_client()
 
 
-_TRAINERS = {PPOTrainerSync: OrbitTrainerSync, PPOTrainerSeparateAsync: OrbitTrainerSeparateAsync}
+def register_sync(module: ModuleType) -> None:
+    """Once ``verl.trainer.ppo.v1`` is imported: its mode ``sync`` builds Orbit's trainer for a run with the strategy."""
+    _choose_trainer(module.trainer_base.TRAINER_REGISTRY, "sync", PPOTrainerSync, OrbitTrainerSync)
 
 
-def install(registry: dict) -> None:
-    """Make verl's trainer registry build Orbit's trainer for a run with the strategy, verl's own otherwise."""
-    for mode, upstream in list(registry.items()):
-        if upstream in _TRAINERS:
-            registry[mode] = _choose_trainer(upstream)
+def register_separate_async(module: ModuleType) -> None:
+    """Once ``verl.trainer.ppo.v1`` is imported: so does its mode ``separate_async``."""
+    registry = module.trainer_base.TRAINER_REGISTRY
+    _choose_trainer(registry, "separate_async", PPOTrainerSeparateAsync, OrbitTrainerSeparateAsync)
 
 
-def _choose_trainer(upstream: type[PPOTrainer]):
+def _choose_trainer(registry: dict[str, Any], mode: str, upstream: type[PPOTrainer], ours: type[OrbitTrainer]) -> None:
+    if registry.get(mode) is not upstream:
+        raise NotInPlaceError(
+            f"verl's trainer mode {mode!r} is {registry.get(mode)}, expected {upstream}; install the pinned verl (make setup)"
+        )
+
     def build(config: DictConfig) -> PPOTrainer:
-        return (_TRAINERS[upstream] if is_orbit(config) else upstream)(config=config)
+        return (ours if is_orbit(config) else upstream)(config=config)
 
-    return build
+    registry[mode] = build
 
 
 def _keep_earlier_metrics() -> None:
-    """verl's file logger empties its file when a run is resumed (verl 0.9.1, utils/tracking.py:541): move it away."""
+    """verl's file logger empties its file when a run is resumed (verl/utils/tracking.py::FileLogger): move it away."""
     path = Path(os.environ.get("VERL_FILE_LOGGER_PATH", ""))
     if path.is_file():
         number = next(n for n in itertools.count(1) if not path.with_suffix(f".{n}{path.suffix}").exists())
@@ -304,7 +320,8 @@ def _keep_earlier_metrics() -> None:
         logger.warning("orbit: the metrics of the run before are kept in %s", kept)
 
 
-def _load_replica():
+def load_replica():
+    """verl's loader of the replica class ``sglang``, which imports SGLang."""
     from orbit_verl.rollout.replica import OrbitReplica
 
     return OrbitReplica

@@ -3,7 +3,7 @@
 SDPA's CPU kernel in bf16 rounds a row by the number of rows and keys of the call, so that a token which the server
 decoded alone differs in its last bit from the same token inside a whole sequence; over 30 layers of bf16 that bit grows
 to 0.03 nats (SmolLM2-135M). Everything else in the model rounds row by row. `as_served` makes the forward pass repeat
-the server's calls (SGLang 0.5.12, layers/attention/torch_native_backend.py): the prompt in one, every later token in
+the server's calls (SGLang 0.5.12, torch_native_backend.py::TorchNativeAttnBackend): the prompt in one, every later token in
 its own. The log-probs are then the server's own, up to the fp32 softmax. What remains: tokens that the server decoded
 while no other request ran, as oneDNN has another GEMM for one row of more than about a thousand columns.
 

@@ -171,7 +171,7 @@ def _base_fields(architecture: DecoderArchitecture) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "params_dtype": architecture.dtype,
-        # The hidden state between layers is the fp32 residual sum, see modules.py.
+        # The hidden state between layers is the fp32 residual sum, see orbit_verl/model/modules.py.
         "pipeline_dtype": torch.float32,
         "use_cpu_initialization": True,
         "perform_initialization": False,

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import all_to_all
 
+from orbit_kernels.contract.options import Activations
 from orbit_kernels.experts import ChunkBuffer, Dispatch, ExpertAdapter, FrozenExperts, combine, expert_outputs, gather
-from orbit_kernels.frozen.product import Activations
 
 
 def expert_parallel_mlp(

@@ -13,8 +13,9 @@ from megatron.core.tensor_parallel import (
 )
 from torch import nn
 
+from orbit_kernels.contract.options import Activations
 from orbit_kernels.formats import Bf16Format, WeightFormat
-from orbit_kernels.frozen.product import Activations, StoredWeight, frozen_matmul
+from orbit_kernels.frozen.product import StoredWeight, frozen_matmul
 from orbit_kernels.linears.share import Share
 from orbit_verl.config.keys import BaseSettings
 from orbit_verl.model.adapters import LinearAdapter
@@ -39,7 +40,7 @@ class FrozenHead(nn.Module):
     With tensor parallelism a rank has a range of the vocabulary, and its logits for the whole sequence.
 
     Megatron-Core 0.18.0's own layer multiplies the strided, three-dimensional gradient of padded logits as it is
-    (tensor_parallel/layers.py:376): on a CPU a training step of SmolLM2-135M then takes 17.5 s instead of 6.6 s.
+    (core/tensor_parallel/layers.py::LinearWithFrozenWeight.backward): on a CPU a training step of SmolLM2-135M then takes 17.5 s instead of 6.6 s.
     """
 
     def __init__(self, weight: nn.Parameter | None, *, divided: bool):

@@ -1,7 +1,7 @@
 """RMSNorm, residual sum and logits with the served numerics.
 
 SGLang 0.5.12 sums the residual in fp32, normalises the unrounded sum and rounds the residual to the model's dtype for
-the next sum (sglang/srt/layers/layernorm.py:361, RMSNorm.forward_native; its fused GPU kernels do the same). Here the
+the next sum (srt/layers/layernorm.py::RMSNorm.forward_native; its fused GPU kernels do the same). Here the
 hidden state between modules is that unrounded fp32 sum. With an fp32 base every rounding is the identity.
 
 Dimension suffixes: S sequence, B batch, D hidden, V vocabulary.

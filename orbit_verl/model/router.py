@@ -19,7 +19,7 @@ Override = Callable[[torch.Tensor], torch.Tensor]
 class FrozenRouter(nn.Module):
     """Scores of all experts, then the best K (Qwen3-MoE).
 
-    SGLang 0.5.12 keeps the weights in fp32 (layers/moe/topk.py:525, fused_topk_torch_native); transformers rounds them.
+    SGLang 0.5.12 keeps the weights in fp32 (layers/moe/topk.py::fused_topk_torch_native); transformers rounds them.
 
     Args:
         moe: the mixture.

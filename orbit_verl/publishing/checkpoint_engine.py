@@ -13,10 +13,11 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineManage
 from verl.utils.ray_utils import auto_await
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
 
+from orbit_kernels.contract.answers import Activated, FilledSlot, StagedAdapter
 from orbit_kernels.contract.payload import Adapter
 from orbit_kernels.contract.versions import version_of
 from orbit_verl.config.keys import SlotSettings
-from orbit_verl.publishing.slot_client import SlotClient, SlotError
+from orbit_verl.publishing.publisher import Publisher, SlotError
 
 BACKEND = "orbit"
 
@@ -32,14 +33,14 @@ class OrbitCheckpointEngine(CheckpointEngine):
 
     def __init__(self, bucket_size: int, is_master: bool = False):
         self.is_master = is_master
-        self._clients: list[SlotClient] = []
+        self._publishers: list[Publisher] = []
         self._slots = SlotSettings()
         self._busy: dict[str, tuple[float, float]] = {}
 
     def connect(self, servers: list[str], slots: SlotSettings) -> None:
         """Set the servers (``host:port``) of the next versions."""
         self._slots = slots
-        self._clients = [SlotClient(server, slots.timeout_s, slots.attempts) for server in servers]
+        self._publishers = [Publisher(server, slots.timeout_s, slots.attempts) for server in servers]
 
     async def send_weights(self, weights: Adapter, global_steps: int | None = None) -> dict[str, float]:
         """Stage the adapter on every server, then activate it on every server.
@@ -57,46 +58,44 @@ class OrbitCheckpointEngine(CheckpointEngine):
         version, started = version_of(global_steps), time.perf_counter()
         payload, digest = weights.encode(), weights.digest()
         encoded = time.perf_counter()
-        await self._on_every_server(version, lambda client: client.stage(version, payload, digest))
+        await self._on_every_server(version, lambda server: server.stage(version, payload, digest))
         staged = time.perf_counter()
-        answers = await self._on_every_server(version, lambda client: client.activate(version, self._slots.inflight))
+        answers = await self._on_every_server(version, lambda server: server.activate(version, self._slots.inflight))
         return {
             "orbit/sync/bytes": len(payload),
             "orbit/sync/export_s": encoded - started,
             "orbit/sync/stage_s": staged - encoded,
-            "orbit/version/served": min((answer["active_version"] for answer in answers), default=version),
+            "orbit/version/served": min((answer.active_version for answer in answers), default=version),
             **_activation_metrics(answers),
             **self._utilization(answers),
         }
 
-    async def _on_every_server(
-        self, version: int, call: Callable[[SlotClient], Awaitable[dict[str, Any]]]
-    ) -> list[dict[str, Any]]:
+    async def _on_every_server[T: StagedAdapter | Activated](
+        self, version: int, call: Callable[[Publisher], Awaitable[T]]
+    ) -> list[T]:
         """The answers of all servers. All have ended, well or not, before a failure is raised: nothing is left running."""
-        outcomes = await asyncio.gather(*map(call, self._clients), return_exceptions=True)
+        outcomes = await asyncio.gather(*map(call, self._publishers), return_exceptions=True)
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if not failures:
             return outcomes
         if other := next((failure for failure in failures if not isinstance(failure, SlotError)), None):
             raise other
         active = [
-            client.address
-            for client, outcome in zip(self._clients, outcomes, strict=True)
-            if isinstance(outcome, dict)
-            and (outcome.get("active_version") == version or outcome.get("state") == "active")
+            server.address
+            for server, outcome in zip(self._publishers, outcomes, strict=True)
+            if _says_active(outcome, version)
         ]
         where = f"only on {', '.join(active)}, until the next sync" if active else "on no server"
         raise SlotError(f"version {version} is active {where}: {'; '.join(map(str, failures))}")
 
-    def _utilization(self, answers: list[dict[str, Any]]) -> dict[str, float]:
+    def _utilization(self, answers: list[Activated]) -> dict[str, float]:
         """Share of the time since the last activation in which servers had requests: on average, and the idlest one's."""
         now, shares = time.perf_counter(), []
-        for client, answer in zip(self._clients, answers, strict=True):
-            busy_s = answer["busy_s"]
-            if client.address in self._busy:
-                last_busy_s, last = self._busy[client.address]
-                shares.append(min(1.0, (busy_s - last_busy_s) / (now - last)))
-            self._busy[client.address] = (busy_s, now)
+        for server, answer in zip(self._publishers, answers, strict=True):
+            if server.address in self._busy:
+                last_busy_s, last = self._busy[server.address]
+                shares.append(min(1.0, (answer.busy_s - last_busy_s) / (now - last)))
+            self._busy[server.address] = (answer.busy_s, now)
         if not shares:
             return {}
         return {
@@ -186,8 +185,15 @@ class FrozenBaseRollout(BaseRollout):
 _ROLLOUT_REGISTRY["sglang", "async"] = f"{__name__}.{FrozenBaseRollout.__name__}"
 
 
-def _activation_metrics(answers: list[dict[str, Any]]) -> dict[str, float]:
+def _says_active(outcome: object, version: int) -> bool:
+    """Whether a server's answer, to a stage or an activation, says that the version is active."""
+    if isinstance(outcome, Activated):
+        return outcome.active_version == version
+    return isinstance(outcome, FilledSlot) and outcome.state == "active"
+
+
+def _activation_metrics(answers: list[Activated]) -> dict[str, float]:
     return {
-        "orbit/sync/activate_pause_ms": max((answer["pause_ms"] for answer in answers), default=0.0),
-        "orbit/sync/requests_in_flight": sum(sum(answer["requests"].values()) for answer in answers),
+        "orbit/sync/activate_pause_ms": max((answer.pause_ms for answer in answers), default=0.0),
+        "orbit/sync/requests_in_flight": sum(sum(answer.requests.values()) for answer in answers),
     }

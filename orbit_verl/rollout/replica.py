@@ -11,7 +11,12 @@ from sglang.srt.server_args import ServerArgs
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
 
-VERSIONS_KEY = "orbit_versions"
+from orbit_kernels.contract.keys import VERSIONS_KEY
+from orbit_kernels.contract.options import ENABLE_FLAG
+from orbit_kernels.contract.versions import steps_of, version_of
+from orbit_verl.upstream.imports import Process, require_applied
+from orbit_verl.upstream.methods import GENERATE_REQUEST
+
 RECORD_KEY = "routed_experts"
 
 
@@ -28,15 +33,15 @@ class OrbitHttpServer(SGLangHttpServer):
 
     async def launch_server(self, master_address: str | None = None, master_port: int | None = None):
         """Start the server; SGLang's plugins first, since verl builds ServerArgs before SGLang would load them."""
+        require_applied(Process.ROLLOUT)
         load_plugins()
-        if "enable_orbit_slots" not in ServerArgs.__dataclass_fields__:
+        if ENABLE_FLAG not in ServerArgs.__dataclass_fields__:
             raise RuntimeError("SGLang did not load Orbit's server plugin: `orbit doctor` says why")
         await super().launch_server(master_address, master_port)
         self._keep_replies()
 
     def _keep_replies(self) -> None:
         """Keep each reply until ``generate`` has read it: verl passes on neither versions nor the reason of an abort."""
-        upstream = self.tokenizer_manager.generate_request
 
         async def generate_request(request, *args, **kwargs):
             async for reply in upstream(request, *args, **kwargs):
@@ -45,12 +50,13 @@ class OrbitHttpServer(SGLangHttpServer):
                     self._replies[request.rid] = reply
                 yield reply
 
-        self.tokenizer_manager.generate_request = generate_request
+        upstream = GENERATE_REQUEST.replace_on(self.tokenizer_manager, generate_request)
 
     def _decode_record(self, meta_info: dict[str, Any]) -> None:
         """The experts that the server recorded, as verl expects them.
 
-        verl 0.9.1 asks for a tensor (async_sglang_server.py:686), SGLang 0.5.12 gives base64 (tokenizer_manager.py:1731).
+        verl 0.9.1 asks for a tensor (``async_sglang_server.py::SGLangHttpServer.generate``), SGLang 0.5.12 gives base64
+        (``tokenizer_manager.py::TokenizerManager._handle_batch_output``).
         """
         if isinstance(meta_info.get(RECORD_KEY), str):
             config = self.model_config.hf_config.get_text_config()
@@ -74,12 +80,12 @@ class OrbitHttpServer(SGLangHttpServer):
         if self.config.enable_rollout_routing_replay:
             check_record(reply, len(prompt_ids))
         spans = reply["meta_info"][VERSIONS_KEY]
-        versions = [version for version, _, _ in spans] or [self.global_steps + 1]
+        versions = [version for version, _, _ in spans] or [version_of(self.global_steps)]
         output.extra_fields.update(
             {
                 VERSIONS_KEY: spans,
-                "min_global_steps": min(versions) - 1,
-                "max_global_steps": max(versions) - 1,
+                "min_global_steps": steps_of(min(versions)),
+                "max_global_steps": steps_of(max(versions)),
             }
         )
         return output

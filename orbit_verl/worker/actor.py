@@ -12,6 +12,7 @@ from verl.utils.distributed import initialize_global_process_group_ray
 import orbit_verl.worker.engine  # noqa: F401  registers the engine with verl
 from orbit_kernels.checkpoint.manifest import BaseManifest, Cut
 from orbit_kernels.contract.versions import version_of
+from orbit_verl.upstream.imports import Process, require_applied
 from orbit_verl.worker.adapter import write_peft_folder
 from orbit_verl.worker.memory import PeakMeter, resident_bytes
 
@@ -22,11 +23,13 @@ class OrbitActorWorker(DetachActorWorker):
     MAX_PUBLISHED = 8
 
     def __init__(self, *args, **kwargs):
+        require_applied(Process.WORKER)
         if get_device_name() == "cpu":
-            # verl asks torch for "cpu:gloo,cpu:gloo", which torch refuses (verl 0.9.1, utils/distributed.py:89).
+            # verl asks torch for "cpu:gloo,cpu:gloo", which torch refuses
+            # (verl/utils/distributed.py::initialize_global_process_group_ray).
             initialize_global_process_group_ray(backend="cpu:gloo")
         super().__init__(*args, **kwargs)
-        # verl reads the mode only of the strategies that it knows (verl 0.9.1, workers/engine_workers.py:499).
+        # verl reads the mode only of the strategies that it knows (workers/engine_workers.py::ActorRolloutRefWorker.__init__).
         self._replay_mode = self.config.actor.megatron.router_replay.mode
         self.enable_routing_replay = self._replay_mode != "disabled"
         self._published: OrderedDict[int, dict[str, torch.Tensor]] = OrderedDict()

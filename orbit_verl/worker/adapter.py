@@ -21,7 +21,6 @@ from torch import nn
 from orbit_kernels.adapters.config import AdapterConfig, tensor_name
 from orbit_kernels.adapters.oft import reference as oft
 from orbit_kernels.contract.payload import Adapter
-from orbit_kernels.linears.fusing import fused_with
 from orbit_verl.config.keys import AdapterSettings
 from orbit_verl.model.adapters import ADAPTERS, OFTAdapter
 from orbit_verl.model.layout import ParallelLayout
@@ -60,45 +59,44 @@ class TrainerAdapter:
         layout: ParallelLayout,
     ):
         self.config = settings.to_adapter_config()
-        self._tied, self._layout, self._shapes = settings.fused == "tied", layout, dict(shapes)
+        self.tied, self._layout, self._shapes = settings.fused == "tied", layout, dict(shapes)
         self.dtype = _DTYPES[settings.dtype]
         self._linears = [linear for _, linear in linears]
         self._tensors: dict[str, nn.Parameter] = {}
+        self._whole_shapes = {
+            self._owner(tensor_name(module, leaf)): shape
+            for module in filter(self.config.targets, shapes)
+            for leaf, shape in self.config.method.shapes(*shapes[module], module).items()
+        }
         for prefix, linear in linears:
             self._attach(prefix, linear, settings)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """This rank's trained tensors by peft's name; one that several parts share goes by its first part's name."""
-        first: dict[int, str] = {}
-        for name, tensor in self._tensors.items():
-            first.setdefault(id(tensor), name)
-        return {name: self._tensors[name] for name in first.values()}
+        return dict(self._tensors)
 
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the whole tensors of all ranks, as ``named_parameters`` of a rank that held everything would name them."""
-        return {
-            self._owner(module, leaf): shape
-            for module, of_module in self._shapes_by_module().items()
-            for leaf, shape in of_module.items()
-        }
+        return dict(self._whole_shapes)
 
     @property
     def num_bytes(self) -> int:
-        """Size of this rank's trained tensors. An export is larger when parts share one, as peft has no shared tensors."""
+        """Size of this rank's trained tensors. A file of peft's is larger when parts share one."""
         return sum(parameter.nbytes for parameter in self.named_parameters().values())
 
     def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Copies of all ranks' tensors under peft's names, one for each part; all ranks iterate."""
-        shapes = {
-            tensor_name(module, leaf): shape
-            for module, of_module in self._shapes_by_module().items()
-            for leaf, shape in of_module.items()
-        }
-        return whole_tensors(self._tensors, lambda name: {name: self._tensors[name]}, shapes, self._layout)
+        """Copies of all ranks' tensors by ``named_parameters``' names; all ranks iterate."""
+        return whole_tensors(self._tensors, lambda name: {name: self._tensors[name]}, self._whole_shapes, self._layout)
+
+    def whole_of_parts(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same under all of peft's names: a copy that parts share goes by each part's."""
+        for name, tensor in self.whole():
+            for part in self.config.tied_names(name) if self.tied else (name,):
+                yield part, tensor
 
     def export(self) -> Adapter:
         """A copy of the whole adapter, on every rank; later training does not change it."""
-        return Adapter(dict(self.whole()), self.config)
+        return Adapter(dict(self.whole()), self.config, self.tied)
 
     @torch.no_grad()
     def load(self, adapter: Adapter) -> None:
@@ -108,8 +106,9 @@ class TrainerAdapter:
             ValueError: ``check`` refuses; nothing is changed then.
         """
         self.check(adapter)
+        whole = adapter.untied().tensors
         for name, tensor in self._tensors.items():
-            tensor.copy_(self._layout.tensor.own(adapter.tensors[name], tensor.shape))
+            tensor.copy_(self._layout.tensor.own(whole[name], tensor.shape))
 
     def check(self, adapter: Adapter) -> None:
         """Hold a whole adapter against the model and the run's settings.
@@ -201,37 +200,29 @@ class TrainerAdapter:
             method,
             linear.parts,
             targets,
-            tied=self._tied,
+            tied=self.tied,
             initial=initial,
             dtype=self.dtype,
             device=linear.device,
         )
         for (part, leaf), tensor in linear.adapter.tensors().items():
-            self._tensors[tensor_name(f"{prefix}.{part}", leaf)] = tensor
+            self._tensors[self._owner(tensor_name(f"{prefix}.{part}", leaf))] = tensor
 
-    def _shapes_by_module(self) -> dict[str, dict[str, tuple[int, ...]]]:
-        """Of the whole tensors of every targeted linear of all ranks, by leaf."""
-        method = self.config.method
-        targeted = filter(self.config.targets, self._shapes)
-        return {module: method.shapes(*self._shapes[module], module) for module in targeted}
-
-    def _owner(self, module: str, leaf: str) -> str:
+    def _owner(self, name: str) -> str:
         """The name under which a tensor is trained: that of the first part with which it is shared."""
-        parts = fused_with(module) if self._tied and leaf == self.config.method.shared_leaf else (module,)
-        return tensor_name(next(part for part in parts if self.config.targets(part)), leaf)
+        return self.config.tied_names(name)[0] if self.tied else name
 
     def _check_values(self, adapter: Adapter) -> None:
         # Those of other ranks too, so that all ranks refuse alike.
-        for module, of_module in self._shapes_by_module().items():
-            for leaf in of_module:
-                self._check_value(adapter, tensor_name(module, leaf), self._owner(module, leaf))
-
-    def _check_value(self, adapter: Adapter, name: str, shared: str) -> None:
-        if name != shared and not torch.equal(adapter.tensors[name], adapter.tensors[shared]):
-            raise ValueError(f"{name} differs from {shared}: fused='tied' shares one tensor; set fused='split'")
-        dtype = adapter.tensors[name].dtype
-        if torch.promote_types(dtype, self.dtype) != self.dtype:
-            raise ValueError(f"{name} is {dtype}: a {self.dtype} adapter would round it; set orbit.adapter.dtype=fp32")
+        tensors = adapter.untied().tensors
+        for name, tensor in tensors.items():
+            shared = self._owner(name)
+            if tensor is not tensors[shared] and not torch.equal(tensor, tensors[shared]):
+                raise ValueError(f"{name} differs from {shared}: fused='tied' shares one tensor; set fused='split'")
+            if torch.promote_types(tensor.dtype, self.dtype) != self.dtype:
+                raise ValueError(
+                    f"{name} is {tensor.dtype}: a {self.dtype} adapter would round it; set orbit.adapter.dtype=fp32"
+                )
 
 
 def read_peft_folder(folder: str | Path) -> Adapter:

@@ -91,7 +91,8 @@ class OrbitEngine(MegatronEngineWithLMHead):
             self.adapter.load(read_peft_folder(settings.init_path))
         self._reference = self._reference_digest = None
         if settings.reference == "init":
-            self._reference, self._reference_digest = self.adapter.snapshot(), self.adapter.export().digest()
+            # Untied, as the adapter of a checkpoint is: a digest that is in checkpoints of earlier releases too.
+            self._reference, self._reference_digest = self.adapter.snapshot(), self.adapter.export().untied().digest()
         self.optimizer = self.lr_scheduler = None
         if not self.engine_config.forward_only:
             self.optimizer = self._build_optimizer()
@@ -171,21 +172,21 @@ class OrbitEngine(MegatronEngineWithLMHead):
             self._is_reference = False
 
     def export_adapter(self, *, everywhere: bool = True) -> Adapter:
-        """A copy of the whole adapter under peft's names.
+        """A copy of the whole adapter.
 
         Args:
             everywhere: whether every rank gets it. Otherwise the first rank does, on the CPU, and others get no tensors.
         """
         if everywhere:
             return self.adapter.export()
-        return Adapter(_on_first_rank(self.adapter.whole()), self.adapter.config)
+        return Adapter(_on_first_rank(self.adapter.whole()), self.adapter.config, self.adapter.tied)
 
     def get_per_tensor_param(self, **_verl: Any) -> tuple[Iterator[tuple[str, torch.Tensor]], dict[str, Any]]:
         """Copies of the whole adapter as (peft name, tensor), made as they are taken, and peft's configuration.
 
-        All ranks take them to the end. The base never travels.
+        A copy that parts share comes under each part's name. All ranks take them to the end. The base never travels.
         """
-        return self.adapter.whole(), self.adapter.config.to_peft()
+        return self.adapter.whole_of_parts(), self.adapter.config.to_peft()
 
     def snapshot_adapter(self) -> dict[str, torch.Tensor]:
         """Clones of this rank's trained tensors, for ``restore_adapter``; masters and moments are not part of it."""
@@ -293,7 +294,7 @@ class OrbitEngine(MegatronEngineWithLMHead):
         else:
             self.optimizer.reset()
         if "extra" in contents:
-            # OptimizerParamScheduler.load_state_dict adds to the present step (optimizer_param_scheduler.py:390).
+            # It adds to the present step (optimizer_param_scheduler.py::OptimizerParamScheduler.load_state_dict).
             self.lr_scheduler.num_steps = 0
             self.lr_scheduler.load_state_dict(dict(state.scheduler))
             if state.rng:

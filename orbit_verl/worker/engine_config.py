@@ -35,7 +35,7 @@ class OrbitEngineConfig(McoreEngineConfig):
     base: BaseSettings = dataclasses.field(default_factory=BaseSettings)
 
     def __post_init__(self):
-        # McoreEngineConfig.__post_init__ asserts strategy == "megatron" (verl 0.9.1, workers/config/engine.py:217).
+        # workers/config/engine.py::McoreEngineConfig.__post_init__ asserts strategy == "megatron".
         EngineConfig.__post_init__(self)
         if self.strategy != "orbit":
             raise ValueError(f"actor_rollout_ref.actor.megatron.strategy={self.strategy!r}: leave it at 'orbit'")

@@ -137,7 +137,7 @@ class AdapterOptimizer:
             master.copy_(own(tensors[f"master/{name}"]))
             state = {field: tensors.get(f"{field}/{name}") for field in _STATE_FIELDS}
             if state["step"] is not None:
-                # AdamW keeps its step count on the CPU (torch/optim/adam.py, _get_scalar_dtype).
+                # AdamW keeps its step count on the CPU (torch/optim/adam.py::"_get_scalar_dtype").
                 self._adamw.state[master] = {
                     field: tensor.clone() if field == "step" else own(tensor).to(master.device, copy=True)
                     for field, tensor in state.items()

@@ -43,7 +43,7 @@ def model_folder() -> Path:
 def read_tokenizer(package: Path) -> PreTrainedTokenizerFast:
     """The tokeniser of the GGUF file, with what transformers 5.9.0 does not read from it put right.
 
-    ``integrations/ggml.py`` leaves the end token as ``<|im_start|>``, although the file's ``eos_token_id`` is that of
+    ``integrations/ggml.py::GGUFGPTConverter`` leaves the end token as ``<|im_start|>``, although the file's ``eos_token_id`` is that of
     ``<|im_end|>``, and does not know the file's pre-tokeniser ``smollm``, which splits digits one by one before GPT-2's
     rule.
     """

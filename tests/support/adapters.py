@@ -10,7 +10,6 @@ from orbit_kernels.adapters import AdapterMethod, OFTMethod
 from orbit_kernels.adapters.config import LINEAR_TARGETS, AdapterConfig, tensor_name
 from orbit_kernels.checkpoint.files import HFCheckpoint
 from orbit_kernels.contract.payload import Adapter
-from orbit_kernels.linears.fusing import fused_with
 from tests.support.tiny_models import RAGGED_SIZES, SIZES
 
 LINEAR_WEIGHT = re.compile(r"(?P<module>(language_model\.)?model\.layers\.\d+\..*_proj(_with_mqa)?)\.weight")
@@ -66,17 +65,15 @@ def random_adapter(
     generator = torch.Generator().manual_seed(seed)
     method = method or OFTMethod(block_size=32)
     tensors: dict[str, torch.Tensor] = {}
-    tied_tensors: dict[tuple[str, ...], torch.Tensor] = {}
-    carried: dict[str, None] = {}
-    for module, shape in linears.items():
-        name = EXPERT.sub(".experts.", module) if shared_experts else module
-        target = name.rpartition(".")[2]
-        if target in without or (targets is not None and target not in targets):
+    names = [EXPERT.sub(".experts.", module) if shared_experts else module for module in linears]
+    leaves = {name.rpartition(".")[2] for name in names}
+    carried = sorted(leaves - set(without) if targets is None else leaves & set(targets) - set(without))
+    config = AdapterConfig(method=method, target_modules=tuple(carried))
+    for name, shape in zip(names, linears.values(), strict=True):
+        if not config.targets(name):
             continue
-        carried.setdefault(target)
         for leaf, size in method.shapes(*shape).items():
             tensor = (scale * torch.randn(size, generator=generator)).to(dtype)
-            if tied and leaf == method.shared_leaf:
-                tensor = tied_tensors.setdefault(fused_with(name), tensor).clone()
-            tensors.setdefault(tensor_name(name, leaf), tensor)
-    return Adapter(tensors, AdapterConfig(method=method, target_modules=tuple(carried)))
+            own = tensor_name(name, leaf)
+            tensors.setdefault(config.tied_names(own)[0] if tied else own, tensor)
+    return Adapter(tensors, config, tied)

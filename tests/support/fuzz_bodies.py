@@ -133,12 +133,13 @@ def _with_other_config(draw, header: dict[str, Any]) -> str:
 
 @st.composite
 def _with_other_metadata(draw, header: dict[str, Any]) -> str:
-    """Metadata that is missing, nested or no object, or that shares other parts."""
-    parts = st.sampled_from(["q_proj", "k_proj", "o_proj", "gate_proj"])
-    shared = st.dictionaries(parts, parts | JSON_VALUES, max_size=3).map(json.dumps) | JSON_TEXTS
-    with_shared = shared.map(lambda text: {**header["__metadata__"], "shared_parts": text})
+    """Metadata that is missing, nested or no object, or of another format, or that ties other tensors."""
+    keys = st.sampled_from(["orbit_format", "fused", "shared_parts"])
+    values = st.sampled_from(["1", "2", "3", "tied", "split", None]) | JSON_TEXTS
+    others = st.dictionaries(keys, values, min_size=1).map(lambda other: {**header["__metadata__"], **other})
+    otherwise_fused = others.map(lambda pairs: {key: value for key, value in pairs.items() if value is not None})
     nested = JSON_VALUES.map(lambda value: {**header["__metadata__"], "adapter_config": value})
-    metadata = draw(with_shared | nested | JSON_VALUES | st.just(PLACE))
+    metadata = draw(otherwise_fused | nested | JSON_VALUES | st.just(PLACE))
     if metadata == PLACE:
         return json.dumps({key: entry for key, entry in header.items() if key != "__metadata__"})
     return json.dumps({**header, "__metadata__": metadata})

@@ -100,6 +100,6 @@ def served(folder: pathlib.Path, **options) -> Iterator[Served]:
         torch.set_default_dtype(default_dtype)  # SGLang does not when loading fails
         destroy_model_parallel()
         destroy_distributed_environment()
-        # A process serves one model, so SGLang sets this once and offers no way back (eplb/expert_location.py:315).
+        # A process serves one model, so SGLang sets this once and offers no way back (eplb/expert_location.py::set_global_expert_location_metadata).
         expert_location._global_expert_location_metadata = None
         set_global_experts_capturer(None)

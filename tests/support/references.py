@@ -68,8 +68,7 @@ def save_adapter(adapter: Adapter, folder: pathlib.Path) -> pathlib.Path:
     """An adapter in peft's folder layout."""
     folder.mkdir()
     (folder / "adapter_config.json").write_text(adapter.config.to_peft_json())
-    tensors = {name: tensor.clone() for name, tensor in adapter.tensors.items()}
-    safetensors.torch.save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_model.safetensors").write_bytes(adapter.to_peft_file())
     return folder
 
 

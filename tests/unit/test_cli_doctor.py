@@ -11,7 +11,9 @@ from orbit_cli import doctor
 from orbit_cli.doctor import CORE_PACKAGES, PINS_FILE, PLUGINS, State, plugin_checks, read_pins, version_checks
 from orbit_cli.main import app
 from orbit_cli.server_checks import server_checks
-from orbit_verl import plugin
+from orbit_kernels.upstream.ledger import Device, Status
+from orbit_kernels.upstream.ledger import State as ChangeState
+from orbit_verl.upstream.imports import LEDGER
 
 
 @pytest.fixture
@@ -50,12 +52,33 @@ def test_a_plugin_that_does_not_load_is_a_failure_with_the_reason():
     assert "No module named 'orbit_verl.not_there'" in check.detail
 
 
-def test_hooks_that_are_not_applied_are_named(monkeypatch):
-    hook = plugin.hook_report()[0]
-    monkeypatch.setattr(hook, "problem", "taken out")
+def test_a_change_that_is_not_in_place_is_named(monkeypatch):
+    import verl.utils.config
+
+    monkeypatch.setattr(verl.utils.config, "validate_config", verl.utils.config.validate_config.__wrapped__)
     (check,) = plugin_checks(PLUGINS[0])
     assert check.state is State.FAILED
-    assert hook.target in check.detail and "taken out" in check.detail
+    assert check.detail == "verl.utils.config.validate_config: it is not wrapped; run make setup"
+
+
+def test_all_changes_are_counted_by_device_and_state():
+    (check,) = plugin_checks(PLUGINS[0])
+    total = len(LEDGER.changes())
+    on_cpu = sum(change.device is Device.CPU for change in LEDGER.changes())
+    assert total > 35 and on_cpu == 8
+    assert f"{total} changes ({total - on_cpu} on every device, {on_cpu} on a CPU only)" in check.detail
+    later = sum(change.later for change in LEDGER.changes())
+    assert check.detail.endswith(f": {total - later} applied, {later} made as it runs")
+
+
+def test_changes_of_another_device_are_counted_as_such():
+    cpu, every = (next(c for c in LEDGER.changes() if c.device is device) for device in (Device.CPU, Device.ALL))
+    report = [
+        Status(section="s", change=cpu, state=ChangeState.ELSEWHERE, problem=None),
+        Status(section="s", change=every, state=ChangeState.APPLIED, problem=None),
+    ]
+    expected = "2 changes (1 on every device, 1 on a CPU only): 1 applied, 1 not on this device"
+    assert doctor.summary(report) == expected
 
 
 def test_a_server_that_cannot_be_reached_is_one_failed_line_and_exit_status_1(closed_url, monkeypatch):
@@ -97,4 +120,4 @@ def test_doctor_passes_here():
     command = [str(Path(sys.executable).with_name("orbit")), "doctor"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert ran.stdout.count("hooks applied") == len(PLUGINS)
+    assert ran.stdout.count("changes (") == len(PLUGINS)

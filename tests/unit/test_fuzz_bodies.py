@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse, Response
 
 from orbit_kernels.adapters import AdapterMethod, LoRAMethod, OFTMethod
 from orbit_kernels.adapters.config import AdapterConfig, tensor_name
-from orbit_kernels.contract.errors import error_body
-from orbit_kernels.contract.keys import REQUESTED_VERSION_KEY
+from orbit_kernels.contract.errors import ErrorCode, error_body
+from orbit_kernels.contract.keys import INFLIGHT_MODES, REQUESTED_VERSION_KEY
 from orbit_kernels.contract.payload import Adapter, AdapterError
 from orbit_kernels.contract.versions import MAX_VERSION
 from orbit_sglang.control import messages
@@ -47,12 +47,14 @@ CONTROL = {"version": 1, "inflight": "switch"}
 
 def payload(method: AdapterMethod) -> bytes:
     """A valid payload; q_proj and k_proj share what acts on the input."""
+    config = AdapterConfig(method=method, target_modules=("q_proj", "k_proj", "down_proj"))
     tensors = {
         tensor_name(module, leaf): torch.full(shape, 0.01)
         for module, size in LINEARS.items()
         for leaf, shape in method.shapes(*size).items()
+        if config.tied_names(tensor_name(module, leaf))[0] == tensor_name(module, leaf)
     }
-    return Adapter(tensors, AdapterConfig(method=method, target_modules=("q_proj", "k_proj", "down_proj"))).encode()
+    return Adapter(tensors, config, tied=True).encode()
 
 
 def result_of(call: Coroutine) -> Any:
@@ -78,7 +80,9 @@ def test_a_payload_is_an_adapter_that_fits_or_is_refused_with_its_problems(body)
         adapter.check(LINEARS)
     except AdapterError as refused:
         assert refused.problems
-        assert_refusal(JSONResponse(error_body("adapter_refused", "the adapter was refused", refused.problems)).body)
+        assert_refusal(
+            JSONResponse(error_body(ErrorCode.ADAPTER_REFUSED, "the adapter was refused", refused.problems)).body
+        )
     else:
         assert Adapter.decode(adapter.encode()).digest() == adapter.digest()
 
@@ -166,7 +170,7 @@ def assert_sent_or_refused(outbox: Outbox, response: Response) -> None:
     if message.version is not None or not isinstance(message, messages.RollbackRequest):
         assert type(message.version) is int and 0 <= message.version <= MAX_VERSION
     if not isinstance(message, messages.StageRequest):
-        assert message.inflight in messages.INFLIGHT_MODES
+        assert message.inflight in INFLIGHT_MODES
 
 
 @fuzzed(1000)

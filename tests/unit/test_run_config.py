@@ -166,7 +166,7 @@ def test_unknown_key_is_refused(run_config):
     [
         ("orbit.adapter.block_size=40", "q_proj: width 64 is not a multiple of the OFT block size 40"),
         ("orbit.adapter.block_size=64", "down_proj: width 96 is not a multiple of the OFT block size 64"),
-        ("orbit.adapter.block_size=1", "block_size 1: must be an integer of at least 2"),
+        ("orbit.adapter.block_size=1", "orbit.adapter.block_size=1: must be at least 2, e.g. 32"),
         ("orbit.adapter.type=boft", "must be one of oft, lora"),
         ("orbit.adapter.target_modules=[q_proj,lm_head]", "tied to the embeddings shares their matrix"),
         ("orbit.adapter.target_modules=[q_b_proj]", r"orbit.adapter: target_modules \['q_b_proj'\] match no linear"),
@@ -174,7 +174,7 @@ def test_unknown_key_is_refused(run_config):
         ("orbit.adapter.fused=both", "must be one of tied, split"),
         ("orbit.adapter.reference=init", "set init_path"),
         ("orbit.base.activations=fp8", "must be one of deployed, none"),
-        ("orbit.base.dequant_chunk_mb=0", "must be a whole number of at least 1"),
+        ("orbit.base.dequant_chunk_mb=0", "orbit.base.dequant_chunk_mb=0: must be at least 1, e.g. 64"),
         ("orbit.slots.inflight=abort", "must be one of finish, switch"),
         ("orbit.slots.timeout_s=0", "must be greater than 0"),
         ("orbit.parity.max_mean=-1", "must be greater than 0"),
@@ -218,7 +218,7 @@ def test_a_lora_run_tells_its_servers(run_config):
 
 
 def test_a_lora_rank_below_one_is_refused(run_config):
-    with pytest.raises(ValueError, match="orbit.adapter: rank 0: must be an integer of at least 1"):
+    with pytest.raises(ValueError, match="orbit.adapter.rank=0: must be at least 1, e.g. 16"):
         resolve(run_config("orbit.adapter.type=lora", "orbit.adapter.rank=0"))
 
 

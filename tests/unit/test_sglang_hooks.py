@@ -1,12 +1,12 @@
-import dataclasses
-
 import pytest
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from orbit_kernels.upstream.ledger import Device, Ledger, Method, State
 from orbit_sglang.upstream import hooks
 
 LIMIT = object()
 OTHER = object()
+REASONS = {"why": "a test", "until": "it ends"}
 
 
 class Target:
@@ -25,24 +25,27 @@ def double(original, self, value):
     return 2 * original(self, value)
 
 
-def hook(name: str, *parameters: str, function=double) -> hooks.Hook:
-    return hooks.Hook(f"{__name__}.Target.{name}", HookType.AROUND, function, parameters)
+def hook(name: str, *parameters: str, function=double, device=Device.ALL) -> hooks.Hook:
+    target = f"{__name__}.Target.{name}"
+    return hooks.Hook(
+        target=target, type=HookType.AROUND, function=function, parameters=parameters, device=device, **REASONS
+    )
 
 
-@pytest.fixture(autouse=True)
-def own_table(monkeypatch):
-    monkeypatch.setattr(hooks, "_HOOKS", [])
+@pytest.fixture
+def ledger():
+    return Ledger("SGLang", hooks.is_needed, "it would serve without adapters", "Install it")
 
 
-def test_a_hook_is_reported_until_it_is_applied_and_then_not():
+def test_a_hook_is_reported_until_it_is_applied_and_then_not(ledger):
     table = [hook("method", "self", "value"), hook("build", "cls", "value")]
     assert [entry.problem() for entry in table] == ["the hook is not applied"] * 2
-    hooks.register(table)
+    ledger.register({"a process": table})
     HookRegistry.apply_hooks()
     assert [entry.problem() for entry in table] == [None, None]
     assert Target().method(3) == 6 and Target.build(4) == 8
     with pytest.raises(ValueError, match="already registered"):
-        hooks.register(table[:1])
+        ledger.register({"a process": table[:1]})
 
 
 def test_a_wrapper_of_someone_else_is_no_proof():
@@ -52,23 +55,24 @@ def test_a_wrapper_of_someone_else_is_no_proof():
     assert hook("method", "self", "value", function=other).problem() == "the hook is not applied"
 
 
-def test_a_hook_for_a_cpu_is_left_alone_on_another_device(monkeypatch):
+def test_a_hook_for_a_cpu_is_left_alone_on_another_device(monkeypatch, ledger):
     monkeypatch.setattr(hooks, "is_cpu", lambda: False)
-    elsewhere = dataclasses.replace(hook("elsewhere", "self", "value"), cpu_only=True)
-    hooks.register([elsewhere])
+    elsewhere = hook("elsewhere", "self", "value", device=Device.CPU)
+    ledger.register({"a process": [elsewhere]})
     HookRegistry.apply_hooks()
     assert Target().elsewhere(3) == 3
-    assert [(status.needed, status.problem) for status in hooks.hook_report()] == [(False, None)]
-    hooks.require_applied()
+    assert [status.state for status in ledger.report()] == [State.ELSEWHERE]
+    ledger.require_applied()
     monkeypatch.setattr(hooks, "is_cpu", lambda: True)
-    assert elsewhere.problem() == "the hook is not applied"
+    assert [status.problem for status in ledger.report()] == ["the hook is not applied"]
 
 
-def test_a_replaced_attribute_is_reported_when_it_was_not_what_was_expected(monkeypatch):
-    monkeypatch.setattr(hooks, "is_cpu", lambda: True)
-    right = hooks.CpuAttribute(f"{__name__}.LIMIT", expected=LIMIT, value=object())
-    wrong = hooks.CpuAttribute(f"{__name__}.OTHER", expected=LIMIT, value=object())
-    hooks.register([right, wrong])
+def test_a_replaced_attribute_is_reported_when_it_was_not_what_was_expected(ledger):
+    right, wrong = (
+        hooks.Attribute(target=f"{__name__}.{name}", expected=LIMIT, value=object(), **REASONS)
+        for name in ("LIMIT", "OTHER")
+    )
+    ledger.register({"a process": [right, wrong]})
     assert right.value is LIMIT and right.problem() is None
     assert "expected" in wrong.problem()
 
@@ -76,3 +80,16 @@ def test_a_replaced_attribute_is_reported_when_it_was_not_what_was_expected(monk
 def test_a_target_that_moved_or_changed_is_named():
     assert "does not exist" in hook("renamed", "self").problem()
     assert "expected ('self', 'text')" in hook("method", "self", "text").problem()
+
+
+def test_a_field_that_was_not_added_is_named():
+    target = "sglang.srt.server_args.ServerArgs"
+    fields = hooks.Fields(target=target, add=lambda: None, names=("model_path", "no_such_field"), **REASONS)
+    assert fields.problem() == "it has no field no_such_field"
+
+
+def test_a_method_is_replaced_while_the_body_runs():
+    instance, method = Target(), Method(f"{__name__}.Target.elsewhere", ("self", "value"))
+    with hooks.method_replaced(method, instance, lambda value: value + 1):
+        assert instance.elsewhere(1) == 2
+    assert instance.elsewhere(1) == 1

@@ -2,9 +2,11 @@ import itertools
 
 import pytest
 
-from orbit_sglang.control.slots import BASE_SLOT, StagedAdapter
+from orbit_kernels.contract.answers import StagedAdapter
+from orbit_kernels.contract.errors import Refusal
+from orbit_sglang.control.slots import BASE_SLOT
 from orbit_sglang.http.reporting import extend_spans
-from orbit_sglang.scheduler.versions import Conflict, SlotVersions
+from orbit_sglang.scheduler.versions import SlotVersions
 
 
 def stage(versions: SlotVersions, version: int, in_use=None) -> int:
@@ -16,7 +18,7 @@ def stage(versions: SlotVersions, version: int, in_use=None) -> int:
 
 
 def refused(code: str):
-    return pytest.raises(Conflict, check=lambda conflict: conflict.code == code)
+    return pytest.raises(Refusal, check=lambda refusal: refusal.code == code)
 
 
 @pytest.mark.parametrize("chunks", [[[1, 1], [1, 2], [2, 0]], [[], [3], [], [3, 4, 4]], [[]]])
@@ -34,7 +36,7 @@ def test_starts_on_the_base_with_two_empty_slots():
     versions = SlotVersions()
     assert versions.active_version == 0 and versions.versions == [0]
     assert versions.slot_of(0) == BASE_SLOT and versions.slot_of(1) is None
-    assert [slot["state"] for slot in versions.describe()] == ["empty", "empty"]
+    assert [slot.state for slot in versions.describe()] == ["empty", "empty"]
 
 
 def test_a_staged_version_is_live_but_not_active_until_activated():
@@ -43,7 +45,7 @@ def test_a_staged_version_is_live_but_not_active_until_activated():
     assert versions.active_version == 0 and versions.versions == [0, 1]
     versions.activate(1)
     assert versions.active_version == 1
-    assert [slot["state"] for slot in versions.describe()] == ["active", "empty"]
+    assert [slot.state for slot in versions.describe()] == ["active", "empty"]
 
 
 def test_slots_alternate_and_the_active_one_is_never_the_target():

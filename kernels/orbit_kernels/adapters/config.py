@@ -4,12 +4,14 @@ Importable without torch.
 """
 
 import dataclasses
+import functools
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from orbit_kernels.adapters import METHODS, AdapterMethod, OFTMethod
 from orbit_kernels.adapters.common.method import COMMON_PEFT_VALUES, is_int, refuse_options
+from orbit_kernels.linears.fusing import fused_with
 from orbit_kernels.linears.names import layer_number
 
 PEFT_PREFIX = "base_model.model."
@@ -71,11 +73,26 @@ class AdapterConfig:
         """The method's name, ``oft`` or ``lora``."""
         return self.method.type
 
+    @functools.cached_property
+    def _suffixes(self) -> tuple[str, ...]:
+        return tuple(f".{target}" for target in self.target_modules)
+
     def targets(self, module: str) -> bool:
         """Whether the linear with this Hugging Face module name carries the adapter."""
-        if not any(module == target or module.endswith(f".{target}") for target in self.target_modules):
+        if not f".{module}".endswith(self._suffixes):
             return False
         return self.layers is None or layer_number(module) in self.layers
+
+    def tied_names(self, tensor: str) -> tuple[str, ...]:
+        """peft's names for what is one tensor where the parts of a fused projection are tied; the first is the owner's.
+
+        These are the tensor on the input of each part that carries the adapter, in the order of the parts. Any other tensor
+        goes by its own name alone.
+        """
+        module, leaf = split_name(tensor) or ("", "")
+        if leaf != self.method.shared_leaf:
+            return (tensor,)
+        return tuple(tensor_name(part, leaf) for part in fused_with(module) if self.targets(part)) or (tensor,)
 
     def check_targets(self, modules: Iterable[str]) -> None:
         """Hold the targets against the linears of a model.

@@ -1,24 +1,34 @@
 """The payload that carries one adapter version from trainer to server, and what the two say about it.
 
 A payload is a safetensors file in memory: peft's tensor names, and the text of peft's ``adapter_config.json`` under the
-metadata key ``adapter_config``. No pickle, no compression: its size is the adapter's own plus the header. Where all parts
-of a fused projection carry the same tensor on their input in every layer (OFT's rotation, LoRA's A), only the first
-part's travels; the metadata key ``shared_parts`` then names the others.
+metadata key ``adapter_config``. No pickle, no compression: its size is the adapter's own plus the header.
+
+The metadata key ``orbit_format`` holds the format's number, and ``fused`` says whether the parts of a fused projection share
+one tensor on their input (OFT's rotation, LoRA's A). Where they do (``tied``) it is there once, under the name of its owner:
+the first part that carries the adapter (``AdapterConfig.tied_names``). A file without the number is one of peft's: every
+part has a tensor of its own.
 """
 
 import dataclasses
 import hashlib
 import json
+import reprlib
 from collections.abc import Iterable, Mapping
 
 import safetensors.torch
 import torch
 
 from orbit_kernels.adapters.config import AdapterConfig, module_name, split_name, tensor_name
-from orbit_kernels.linears.fusing import FUSED_PARTS
 
 METADATA_KEY = "adapter_config"
-SHARED_KEY = "shared_parts"
+FORMAT_KEY = "orbit_format"
+FUSED_KEY = "fused"
+
+FORMAT = "2"
+"""Number of the payload's format, which goes up when a reader of the last one would misread it."""
+
+# The first format had no number, and this key where parts were left out.
+_KEY_OF_FORMAT_1 = "shared_parts"
 
 ADAPTER_DTYPES = (torch.bfloat16, torch.float32)
 
@@ -36,19 +46,28 @@ class AdapterError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """Tensors by peft's names, and the configuration that they were made with."""
+    """Tensors by peft's names, and the configuration that they were made with.
+
+    Args:
+        tensors: each once; in a tied adapter, one that the parts of a fused projection share goes by its owner's name.
+        config: kind, sizes and targets.
+        tied: whether the parts of a fused projection share the tensor on their input.
+    """
 
     tensors: Mapping[str, torch.Tensor]
     config: AdapterConfig
+    tied: bool = False
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensors in bytes, without the header."""
+        """Size of the tensors in bytes, each counted once, without the header."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def digest(self) -> str:
-        """SHA-256 over names, dtypes, shapes, values and configuration; independent of the tensors' order."""
+        """SHA-256 over configuration, tie, names, dtypes, shapes and values; independent of the tensors' order."""
         digest = hashlib.sha256(self.config.to_peft_json().encode())
+        if self.tied:
+            digest.update(f"{FUSED_KEY}|tied|".encode())
         small: list[bytes | memoryview] = []
         small_bytes = 0
         for name in sorted(self.tensors):
@@ -63,30 +82,33 @@ class Adapter:
         digest.update(b"".join(small))
         return digest.hexdigest()
 
+    def untied(self) -> "Adapter":
+        """The same adapter as peft has it, with every tensor under its own name; those of tied parts are one object."""
+        names = {name: self.config.tied_names(name) if self.tied else (name,) for name in self.tensors}
+        return Adapter({each: self.tensors[name] for name in names for each in names[name]}, self.config)
+
     def encode(self) -> bytes:
-        """The payload for a server: parts that share one tensor travel once."""
-        shared_leaf = self.config.method.shared_leaf
-        shared = _shared_parts(self.tensors, shared_leaf)
-        return self._save({n: t for n, t in self.tensors.items() if _part(n, shared_leaf) not in shared}, shared)
+        """The payload for a server."""
+        return self._save({FORMAT_KEY: FORMAT, FUSED_KEY: "tied" if self.tied else "split"})
 
     def to_peft_file(self) -> bytes:
-        """``adapter_model.safetensors`` as peft reads it: every tensor under its own name."""
-        return self._save(self.tensors, {})
+        """``adapter_model.safetensors`` as peft reads it."""
+        return self.untied()._save({})
 
-    def _save(self, tensors: Mapping[str, torch.Tensor], shared: dict[str, str]) -> bytes:
-        metadata = {METADATA_KEY: self.config.to_peft_json()}
-        if shared:
-            metadata[SHARED_KEY] = json.dumps(shared)
-        # Copies, because safetensors refuses tensors that share memory, as the parts of a tied projection may.
-        copies = {n: t.detach().cpu().clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}
-        return safetensors.torch.save(copies, metadata=metadata)
+    def _save(self, metadata: Mapping[str, str]) -> bytes:
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors.items()}
+        # safetensors refuses tensors that share memory: the first is written from there, the others from copies.
+        first = {tensor.untyped_storage().data_ptr(): name for name, tensor in reversed(tensors.items())}
+        of_their_own = set(first.values())
+        apart = {name: tensor if name in of_their_own else tensor.clone() for name, tensor in tensors.items()}
+        return safetensors.torch.save(apart, metadata={METADATA_KEY: self.config.to_peft_json(), **metadata})
 
     @classmethod
     def decode(cls, payload: bytes) -> "Adapter":
         """Read a payload; the tensors are copies.
 
         Raises:
-            AdapterError: not safetensors, no configuration, or a configuration that is not supported.
+            AdapterError: not safetensors, no configuration, or a configuration or a format that is not supported.
         """
         try:
             tensors = safetensors.torch.load(payload)
@@ -102,17 +124,18 @@ class Adapter:
             config = AdapterConfig.from_peft_json(text)
         except ValueError as error:
             raise AdapterError([str(error)]) from None
-        restored = _restored_parts(tensors, metadata.get(SHARED_KEY), config.method.shared_leaf)
-        return cls({**tensors, **restored}, config)
+        return cls(tensors, config, _is_tied(metadata))
 
     def module_tensors(self, module: str) -> dict[str, torch.Tensor]:
-        """One linear's tensors by leaf; empty when it carries no adapter."""
-        names = {leaf: tensor_name(module, leaf) for leaf in self.config.method.leaves}
-        return {leaf: self.tensors[name] for leaf, name in names.items() if name in self.tensors}
+        """One linear's tensors by leaf, empty when it carries no adapter; those of tied parts are one object."""
+        if not self.config.targets(module):
+            return {}
+        owners = {leaf: self._owner(tensor_name(module, leaf)) for leaf in self.config.method.leaves}
+        return {leaf: self.tensors[owner] for leaf, owner in owners.items() if owner in self.tensors}
 
     def modules(self) -> list[str]:
         """Hugging Face names of the linears that carry the adapter, sorted."""
-        return sorted({module for name in self.tensors if (module := module_name(name))})
+        return sorted({module for name in self.untied().tensors if (module := module_name(name))})
 
     def check(self, linears: Mapping[str, tuple[int, int]]) -> None:
         """Hold the tensors against the linears of a model.
@@ -125,25 +148,25 @@ class Adapter:
         """
         targets = [module for module in linears if self.config.targets(module)]
         expected = {tensor_name(module, leaf): module for module in targets for leaf in self.config.method.leaves}
+        owners = {name: self._owner(name) for name in expected}
+        owned = set(owners.values())
         problems = []
         if not targets:
             problems.append(
                 f"target_modules {list(self.config.target_modules)} match no linear of the model; "
                 f"known leaf names: {sorted({module.rsplit('.', 1)[-1] for module in linears})}"
             )
-        for name in sorted(self.tensors.keys() - expected.keys()):
+        for name in sorted(self.tensors.keys() - owned):
             problems.append(f"{name}: unknown tensor, {self._why_unknown(name, linears)}")
         problems += [
-            f"{name}: missing, although its module is targeted"
-            for name in sorted(expected.keys() - self.tensors.keys())
+            f"{name}: missing, although its module is targeted" for name in sorted(owned - self.tensors.keys())
         ]
-        fitting = []
-        for name in sorted(expected.keys() & self.tensors.keys()):
-            if problem := self._tensor_problem(name, *linears[expected[name]]):
+        fitting = self.tensors.keys() & owned
+        for name in sorted(name for name, owner in owners.items() if owner in fitting):
+            if problem := self._tensor_problem(name, owners[name], *linears[expected[name]]):
                 problems.append(problem)
-            else:
-                fitting.append(name)
-        problems += [f"{name}: holds values that are not finite" for name in self._not_finite(fitting)]
+                fitting.discard(owners[name])
+        problems += [f"{name}: holds values that are not finite" for name in self._not_finite(sorted(fitting))]
         if problems:
             raise AdapterError(problems)
 
@@ -153,10 +176,15 @@ class Adapter:
             return "no such linear in the model"
         if leaf not in self.config.method.leaves:
             return f"not one of {self.config.method.peft_type}'s"
+        if self.tied and self.config.targets(module):
+            return f"{FUSED_KEY} is 'tied', so that {self._owner(name)} alone holds it"
         return "not in the configuration's target_modules"
 
-    def _tensor_problem(self, name: str, rows: int, columns: int) -> str | None:
-        tensor, (_, leaf) = self.tensors[name], split_name(name)
+    def _owner(self, name: str) -> str:
+        return self.config.tied_names(name)[0] if self.tied else name
+
+    def _tensor_problem(self, name: str, owner: str, rows: int, columns: int) -> str | None:
+        tensor, (_, leaf) = self.tensors[owner], split_name(name)
         try:
             shape = self.config.method.shapes(rows, columns, name)[leaf]
         except ValueError as error:
@@ -180,58 +208,31 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())
 
 
-def _part(name: str, leaf: str) -> str | None:
-    """The linear's own name in the name of one of its ``leaf`` tensors: ``q_proj`` in ``...self_attn.q_proj.oft_R.weight``."""
-    names = split_name(name)
-    return names[0].rsplit(".", 1)[-1] if names and names[1] == leaf else None
-
-
-def _sibling(name: str, part: str) -> str:
-    """The name of the same tensor of another part of a fused projection."""
-    module, leaf = split_name(name)
-    return tensor_name(f"{module.rpartition('.')[0]}.{part}" if "." in module else part, leaf)
-
-
-def _shared_parts(tensors: Mapping[str, torch.Tensor], leaf: str) -> dict[str, str]:
-    """Parts whose ``leaf`` equals the first part's of their projection in every layer, as ``{part: first part}``."""
-    shared = {}
-    for first, *others in FUSED_PARTS:
-        firsts = {name for name in tensors if _part(name, leaf) == first}
-        for part in others:
-            pairs = [(name, _sibling(name, part)) for name in firsts]
-            num_parts = sum(_part(name, leaf) == part for name in tensors)
-            if (
-                num_parts
-                and num_parts == len(pairs)
-                and all(other in tensors and torch.equal(tensors[name], tensors[other]) for name, other in pairs)
-            ):
-                shared[part] = first
-    return shared
-
-
-def _restored_parts(tensors: Mapping[str, torch.Tensor], text: str | None, leaf: str) -> dict[str, torch.Tensor]:
-    """The tensors that ``_shared_parts`` let the sender leave out.
+def _is_tied(metadata: Mapping[str, str]) -> bool:
+    """Whether the parts of a fused projection share the tensor on their input.
 
     Raises:
-        AdapterError: the metadata names parts that cannot be shared.
+        AdapterError: a format or a value that this release does not read.
     """
-    if text is None:
-        return {}
-    allowed = {part: first for first, *others in FUSED_PARTS for part in others}
-    try:
-        shared = json.loads(text)
-        valid = all(allowed.get(part) == first for part, first in shared.items())
-    except (ValueError, AttributeError, RecursionError):
-        valid = False
-    if not valid:
-        raise AdapterError([f"the metadata's {SHARED_KEY} is {text[:200]!r}: may map {allowed} only"])
-    part_of = {name: part for name in tensors if (part := _part(name, leaf)) is not None}
-    return {
-        _sibling(name, part): tensors[name]
-        for part, first in shared.items()
-        for name, found in part_of.items()
-        if found == first
-    }
+    found = metadata.get(FORMAT_KEY, "1" if _KEY_OF_FORMAT_1 in metadata else None)
+    if found is None:
+        return False
+    if found != FORMAT:
+        raise AdapterError(
+            [
+                f"the metadata's {FORMAT_KEY} is {reprlib.repr(found)}: this release reads {FORMAT!r}, or a file of peft's without the key; send "
+                "the adapter from a trainer of the server's release"
+            ]
+        )
+    fused = metadata.get(FUSED_KEY)
+    if fused not in ("tied", "split"):
+        raise AdapterError(
+            [
+                f"the metadata's {FUSED_KEY} is {reprlib.repr(fused)}: must be 'tied', where the parts of a fused projection share one tensor on "
+                "their input, or 'split'"
+            ]
+        )
+    return fused == "tied"
 
 
 def _metadata(payload: bytes) -> dict[str, str]:

@@ -10,3 +10,8 @@ MAX_VERSION = 2**53 - 1
 def version_of(global_steps: int) -> int:
     """The adapter version that holds the result of this many steps. Version 0 is the base, so the start is 1."""
     return global_steps + 1
+
+
+def steps_of(version: int) -> int:
+    """The steps whose result a version holds, as ``version_of`` counts them: -1 for the base, which is before the start."""
+    return version - 1

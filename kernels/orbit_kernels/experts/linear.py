@@ -9,9 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
+from orbit_kernels.contract.options import Activations
 from orbit_kernels.experts.routing import ExpertChunk
 from orbit_kernels.experts.weights import ChunkBuffer, FrozenExperts
-from orbit_kernels.frozen.product import Activations, StoredWeight
+from orbit_kernels.frozen.product import StoredWeight
 
 
 class ChunkLinear:

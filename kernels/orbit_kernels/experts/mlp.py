@@ -6,11 +6,11 @@ Dimension suffixes: T tokens, K experts of a token, R rows (T * K), D hidden, F 
 import torch
 from torch.nn import functional
 
+from orbit_kernels.contract.options import Activations
 from orbit_kernels.experts.adapter import ExpertAdapter
 from orbit_kernels.experts.linear import ChunkLinear
 from orbit_kernels.experts.routing import Dispatch, ExpertChunk, combine, gather
 from orbit_kernels.experts.weights import DOWN, GATE_UP, ChunkBuffer, FrozenExperts
-from orbit_kernels.frozen.product import Activations
 
 _NO_ADAPTER = ExpertAdapter()
 

@@ -54,5 +54,6 @@ FAMILY = Family(
     rope_types=("default", "yarn"),
     latent=_latent,
     moe=_experts,
+    # Read in srt/models/deepseek_v2.py::MoEGate.__init__ and srt/models/deepseek_v2.py::DeepseekV2DecoderLayer._is_layer_sparse.
     published={"topk_method": "noaux_tc", "moe_layer_freq": 1, "scoring_func": "sigmoid"},
 )

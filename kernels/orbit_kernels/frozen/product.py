@@ -5,16 +5,13 @@ Dimension suffixes: T tokens, I input width, O output width (rows of all parts),
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
 
 import torch
 from torch.nn import functional
 
+from orbit_kernels.contract.options import Activations
 from orbit_kernels.formats.bf16 import Bf16Format
 from orbit_kernels.formats.common.weight_format import WeightFormat
-
-Activations = Literal["deployed", "none"]
-"""Whether the input is quantised as the deployed kernel does it, or not at all."""
 
 # Dequantising in pieces that fit the CPU's cache is faster, and bounds the scratch.
 _PIECE_WEIGHTS = 2**17

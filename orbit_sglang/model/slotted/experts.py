@@ -13,8 +13,13 @@ from sglang.srt.layers.moe.topk import TopKOutput
 from orbit_kernels.experts import GATE_UP, ExpertAdapter, adapted_product
 from orbit_kernels.experts.linear import ChunkLinear
 from orbit_kernels.experts.routing import ExpertChunk
+from orbit_kernels.upstream.ledger import Method
 from orbit_sglang.model.slotted.batch import BatchSlots
 from orbit_sglang.model.slotted.slotted_linear import Slots, SlottedLinear
+
+FORWARD = Method(
+    "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.forward", ("self", "hidden_states", "topk_output")
+)
 
 
 class SlottedExperts(ExpertAdapter):
@@ -78,8 +83,7 @@ class AdaptedExpertsInput:
 
     def __init__(self, linear: SlottedLinear, experts: FusedMoE, batch: BatchSlots):
         self._linear, self._batch = linear, batch
-        self._base_forward = experts.forward
-        experts.forward = self.forward
+        self._base_forward = FORWARD.replace_on(experts, self.forward)
 
     def forward(self, hidden_states: torch.Tensor, topk_output: TopKOutput) -> torch.Tensor:
         """The experts' weighted sum [T, D]; the caller's ``hidden_states`` [T, D] are left as they are."""

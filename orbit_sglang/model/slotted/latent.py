@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from sglang.srt.layers.layernorm import RMSNorm
 
+from orbit_kernels.upstream.ledger import Method
 from orbit_sglang.model.slotted.batch import BatchSlots
 from orbit_sglang.model.slotted.oft import OFTLinear
+
+FORWARD = Method("sglang.srt.layers.layernorm.RMSNorm.forward", ("self", "args", "kwargs"))
 
 
 class AdaptedLatent:
@@ -27,8 +30,7 @@ class AdaptedLatent:
 
     def __init__(self, linear: OFTLinear, norm: RMSNorm, batch: BatchSlots):
         self._linear, self._batch = linear, batch
-        self._base_forward = norm.forward
-        norm.forward = self.forward
+        self._base_forward = FORWARD.replace_on(norm, self.forward)
 
     def forward(self, x_TL: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The norm's output, rotated; shape and dtype of ``x``."""

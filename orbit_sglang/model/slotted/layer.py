@@ -6,8 +6,11 @@ Dimension suffixes: T tokens of a batch, I input width, O output width of all pa
 import torch
 from sglang.srt.layers.linear import LinearBase
 
+from orbit_kernels.upstream.ledger import Method
 from orbit_sglang.model.slotted.batch import BatchSlots
 from orbit_sglang.model.slotted.slotted_linear import SlottedLinear
+
+APPLY = Method("sglang.srt.layers.quantization.base_config.LinearMethodBase.apply", ("self", "layer", "x", "bias"))
 
 
 class AdaptedLayer:
@@ -21,8 +24,7 @@ class AdaptedLayer:
 
     def __init__(self, linear: SlottedLinear, layer: LinearBase, batch: BatchSlots):
         self._linear, self._batch = linear, batch
-        self._base_apply = layer.quant_method.apply
-        layer.quant_method.apply = self.apply
+        self._base_apply = APPLY.replace_on(layer.quant_method, self.apply)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``quant_method.apply`` with the adapter: x [..., I] to [..., O], same dtype."""

@@ -64,7 +64,10 @@ class SlottedLinear(abc.ABC):
         self._adapted = dict.fromkeys((BASE_SLOT, *SLOTS), False)
 
     def problems(self, adapter: Adapter) -> list[str]:
-        """Parts that differ although this linear has one tensor for the input of all."""
+        """Parts that differ although this linear has one tensor for the input of all.
+
+        In a tied adapter theirs is one tensor; those of an adapter that is not, as of one of peft's files, are compared.
+        """
         if self._split:
             return []
         leaf = self._method.shared_leaf
@@ -142,6 +145,6 @@ class SlottedLinear(abc.ABC):
 
 
 def _same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
-    if left is None or right is None:
+    if left is right or left is None or right is None:
         return left is right
     return left.dtype == right.dtype and torch.equal(left, right)

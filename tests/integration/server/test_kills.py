@@ -12,8 +12,9 @@ import psutil
 import pytest
 import requests
 
+from orbit_kernels.contract.answers import Activated
 from orbit_kernels.contract.payload import Adapter
-from orbit_verl.publishing.slot_client import SlotClient, SlotError
+from orbit_verl.publishing.publisher import Publisher, SlotError
 from tests.support.adapters import random_adapter
 from tests.support.configurations import CONFIGURATIONS
 from tests.support.server import Running, Server, output_logprobs, serve, wait_for
@@ -50,9 +51,9 @@ def staging_client(server: Server, version: int, payload: bytes, num_bytes: int)
             process.kill()
 
 
-def sync(server: Server, version: int, adapter: Adapter) -> dict:
+def sync(server: Server, version: int, adapter: Adapter) -> Activated:
     """What the trainer does after an update."""
-    slots = SlotClient(urlsplit(server.url).netloc, timeout_s=60, attempts=3)
+    slots = Publisher(urlsplit(server.url).netloc, timeout_s=60, attempts=3)
     asyncio.run(slots.stage(version, adapter.encode(), adapter.digest()))
     return asyncio.run(slots.activate(version, "finish"))
 
@@ -81,7 +82,7 @@ def test_a_client_that_dies_halfway_leaves_nothing_behind(server):
         wait_for(lambda: http.num_fds() <= num_files)
     after = server.status()
     assert (after["slots"], after["staging"], after["active_version"]) == (before["slots"], None, active)
-    assert sync(server, version, random_adapter(3))["active_version"] == version
+    assert sync(server, version, random_adapter(3)).active_version == version
 
 
 def test_a_client_that_dies_before_its_answer_does_not_block_the_next(server):
@@ -92,7 +93,7 @@ def test_a_client_that_dies_before_its_answer_does_not_block_the_next(server):
         client.kill()
     wait_for(lambda: server.status()["staging"] is None)
     assert server.status()["active_version"] == active
-    assert sync(server, version + 1, random_adapter(3))["active_version"] == version + 1
+    assert sync(server, version + 1, random_adapter(3)).active_version == version + 1
 
 
 def test_a_killed_scheduler_ends_the_server_and_the_next_sync_brings_the_version_back(checkpoints, tmp_path):
@@ -117,6 +118,6 @@ def test_a_killed_scheduler_ends_the_server_and_the_next_sync_brings_the_version
 
     with serve(model, tmp_path / "restarted", *flags) as restarted:
         assert restarted.status()["active_version"] == 0
-        assert sync(restarted, version, adapter)["active_version"] == version
+        assert sync(restarted, version, adapter).active_version == version
         again = restarted.generate()
         assert (again["output_ids"], output_logprobs(again)) == (answer["output_ids"], output_logprobs(answer))

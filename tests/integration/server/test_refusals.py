@@ -1,5 +1,6 @@
 """Payloads and calls that a server refuses, with nothing changed (Qwen3, tied rotations)."""
 
+import dataclasses
 import pickle
 
 import pytest
@@ -16,10 +17,11 @@ pytestmark = pytest.mark.server("qwen3")
 
 GOOD = random_adapter(1)
 NAMES = sorted(GOOD.tensors)
+K_PROJ = "base_model.model.model.layers.0.self_attn.k_proj.oft_R.weight"
 
 
 def with_tensors(**changes: torch.Tensor) -> Adapter:
-    return Adapter({**GOOD.tensors, **changes}, GOOD.config)
+    return dataclasses.replace(GOOD, tensors={**GOOD.tensors, **changes})
 
 
 class Marker:
@@ -41,7 +43,9 @@ REFUSED = {
     "wrong dtype": (with_tensors(**{NAMES[0]: torch.zeros(4, 496, dtype=torch.int32)}), "int32"),
     "not finite": (with_tensors(**{NAMES[0]: torch.full((4, 496), torch.nan)}), "not finite"),
     "wrong block size": (random_adapter(1, method=OFTMethod(block_size=16)), "--orbit-block-size"),
-    "missing": (Adapter({NAMES[0]: GOOD.tensors[NAMES[0]]}, GOOD.config), "missing"),
+    "missing": (dataclasses.replace(GOOD, tensors={NAMES[0]: GOOD.tensors[NAMES[0]]}), "missing"),
+    "part beside its owner": (with_tensors(**{K_PROJ: torch.zeros(2, 496)}), "fused is 'tied'"),
+    "another format": (GOOD.encode().replace(b'"orbit_format":"2"', b'"orbit_format":"9"'), "this release reads '2'"),
     "untied parts": (random_adapter(1, tied=False), "--orbit-fused split"),
     "part of a tied projection": (random_adapter(1, targets=("q_proj", "o_proj")), "k_proj"),
 }

@@ -197,7 +197,8 @@ def test_the_adapter_is_returned_as_it_was_staged(server):
     assert answer.content == payload
     active = next(slot for slot in server.status()["slots"] if slot["state"] == "active")
     assert Adapter.decode(answer.content).digest() == adapter.digest() == active["digest"]
-    assert server.get("/orbit/adapter", version=0).status_code == 404
+    none = server.get("/orbit/adapter", version=0)
+    assert none.status_code == 400 and none.json()["error"]["code"] == "version_not_held"
 
 
 @pytest.mark.server("qwen3", "qwen3 on two ranks")
@@ -214,7 +215,7 @@ def test_abandoned_requests_free_their_slot(server):
         assert len(finishing.join()) == 8
         assert aborted.join()["meta_info"]["finish_reason"]["type"] == "abort"
         assert server.status()["requests"] == {str(version): 1}
-    # SGLang 0.5.12 aborts a stream 2 s after its client has left (tokenizer_manager.py:1609), long before its end.
+    # SGLang 0.5.12 aborts a stream 2 s after its client has left (``srt/managers/tokenizer_manager.py::TokenizerManager.create_abort_task``), long before its end.
     wait_for(lambda: not server.status()["requests"], timeout_s=8)
     server.install(random_adapter(2))
     server.install(random_adapter(2))

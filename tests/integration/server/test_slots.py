@@ -44,18 +44,18 @@ def global_server_args(checkpoints):
 
 def adapter(method: AdapterMethod, seed: int, tied: bool, parts: tuple[str, ...] = PARTS) -> Adapter:
     """A random adapter; the parts of a tied one share what acts on the input."""
-    generator = torch.Generator().manual_seed(seed)
+    generator, config = torch.Generator().manual_seed(seed), AdapterConfig(method=method, target_modules=parts)
     tensors = {}
     for part in parts:
         for leaf, shape in method.shapes(dict(zip(PARTS, SIZES, strict=True))[part], WIDTH).items():
-            tensors[tensor_name(part, leaf)] = 0.1 * torch.randn(shape, generator=generator)
-        if tied:
-            tensors[tensor_name(part, method.shared_leaf)] = tensors[tensor_name(parts[0], method.shared_leaf)].clone()
-    return Adapter(tensors, AdapterConfig(method=method, target_modules=parts))
+            name = tensor_name(part, leaf)
+            tensor = 0.1 * torch.randn(shape, generator=generator)
+            tensors.setdefault(config.tied_names(name)[0] if tied else name, tensor)
+    return Adapter(tensors, config, tied)
 
 
 def slots_config(method: AdapterMethod, **fields) -> SlotsConfig:
-    return SlotsConfig(adapter=method.type, **{method.size_field: getattr(method, method.size_field)}, **fields)
+    return SlotsConfig(type=method.type, **{method.size_field: getattr(method, method.size_field)}, **fields)
 
 
 def served(method: AdapterMethod, fused: str, dtype: torch.dtype) -> tuple[Attention, SlotBank]:
@@ -167,6 +167,21 @@ def test_a_part_that_the_next_version_leaves_out_is_the_base_again(method):
         base_TO = model(x_TD)
     assert (y_TO[:, SIZES[0] :] - base_TO[:, SIZES[0] :]).abs().max() <= 2e-5
     assert (y_TO[:, : SIZES[0]] - base_TO[:, : SIZES[0]]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("fused", ["tied", "split"])
+def test_what_a_payload_ties_is_one_tensor_for_every_part_and_never_compared(method, fused, monkeypatch):
+    """In the slots it is what the same adapter is as a file of peft's, whose equal copies a tied server compares."""
+    model, bank = served(method, fused, torch.float32)
+    one = adapter(method, 1, tied=True)
+    bank.prepare(one.to_peft_file()).write(1)
+    monkeypatch.delattr(torch, "equal")
+    prepared = bank.prepare(one.encode())
+    prepared.write(2)
+    monkeypatch.undo()
+    assert prepared.adapter.digest() == one.digest() and prepared.module_counts() == dict.fromkeys(sorted(PARTS), 1)
+    (linear,) = bank.slotted_linears
+    assert all(map(torch.equal, linear.slots[1], linear.slots[2]))
 
 
 def test_a_tied_server_refuses_parts_that_differ_and_names_them(method):

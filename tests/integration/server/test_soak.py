@@ -79,7 +79,7 @@ class Soak:
 
     async def _client(self) -> None:
         for number in self._numbers:
-            # Of one width: SGLang aborts every request whose id begins so (managers/scheduler.py:3649).
+            # Of one width: SGLang aborts every request whose id begins so (managers/scheduler.py::Scheduler.abort_request).
             body = {"input_ids": PROMPTS[number % len(PROMPTS)], "rid": f"soak-{number:06d}"}
             if number % 20 == 7:
                 await self._disconnect(body)

@@ -99,12 +99,12 @@ def test_server_args_know_the_flags_as_fields(server_args):
     assert dataclasses.replace(args, orbit_block_size=64).orbit_block_size == 64
 
 
-def test_every_hook_is_applied(server_args):
-    from orbit_sglang import plugin
+def test_every_change_is_in_place(server_args):
+    from orbit_sglang import changes
     from orbit_sglang.upstream import hooks
 
-    report = hooks.hook_report()
-    assert len(report) == len(plugin.hook_table()) and [status for status in report if status.problem] == []
+    report = hooks.LEDGER.report()
+    assert len(report) == sum(map(len, changes.sections().values())) and [s for s in report if s.problem] == []
 
 
 @pytest.mark.parametrize(
@@ -142,12 +142,18 @@ def test_a_plain_server_may_use_what_slots_cannot(server_args):
 def test_a_hook_that_is_not_applied_stops_the_start(server_args, monkeypatch):
     from sglang.srt.plugins.hook_registry import HookType
 
+    from orbit_kernels.upstream.ledger import NotInPlaceError
     from orbit_sglang.model import forward
     from orbit_sglang.upstream import hooks
 
     lost = hooks.Hook(
-        "sglang.srt.managers.scheduler.Scheduler.gone", HookType.AFTER, forward.after_load_model, ("self",)
+        target="sglang.srt.managers.scheduler.Scheduler.gone",
+        type=HookType.AFTER,
+        function=forward.after_load_model,
+        parameters=("self",),
+        why="a test",
+        until="it ends",
     )
-    monkeypatch.setattr(hooks, "_HOOKS", [*hooks._HOOKS, lost])
-    with pytest.raises(hooks.HookError, match="Scheduler.gone: the target does not exist"):
+    monkeypatch.setitem(hooks.LEDGER._sections, "a test", [lost])
+    with pytest.raises(NotInPlaceError, match="Scheduler.gone: the target does not exist"):
         server_args()

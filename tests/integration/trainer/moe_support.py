@@ -127,7 +127,7 @@ def leaf_tensors(engine: OrbitEngine) -> tuple[dict[str, torch.Tensor], dict[str
     """Copies of the trained tensors with gradients, by name; and those that each linear uses, by leaf."""
     trained = {name: p.detach().clone().requires_grad_() for name, p in engine.adapter.named_parameters().items()}
     by_module = {}
-    for name in engine.export_adapter().tensors:
+    for name in engine.export_adapter().untied().tensors:
         module, leaf = split_name(name)
         shared = name
         for first, *others in FUSED_PARTS:

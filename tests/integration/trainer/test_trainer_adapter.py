@@ -97,8 +97,9 @@ def test_lora_on_some_parts_of_a_tied_projection(checkpoints, tmp_path):
     path, tokens = checkpoints["qwen3", FP32], sequences()
     engine = make_engine(path, fused="tied", target_modules=("k_proj", "v_proj"), **METHODS["lora"])
     randomise(engine)
-    assert len(engine.export_adapter().tensors) == 2 * 2 * 2
-    assert len(engine.adapter.named_parameters()) == 2 * 3
+    exported = engine.export_adapter()
+    assert exported.tensors.keys() == engine.adapter.named_parameters().keys()
+    assert (len(exported.tensors), len(exported.untied().tensors)) == (2 * 3, 2 * 2 * 2)
     with torch.no_grad():
         theirs = reference_log_probs(peft_model(engine, path, tmp_path / "adapter"), tokens)
     assert max_difference(log_probs(engine, tokens), theirs) <= 1e-4
@@ -256,11 +257,26 @@ def test_export_is_a_copy_that_loads_back(checkpoints, method):
     streamed = dict(tensors)
     before = exported.digest()
     train_step(engine, sequences())
-    assert Adapter(streamed, exported.config).digest() == before
+    assert Adapter(streamed, exported.config).digest() == exported.untied().digest()
     assert engine.export_adapter().digest() != before
     assert peft == exported.config.to_peft()
     other.adapter.load(exported)
     assert other.export_adapter().digest() == before
+
+
+@pytest.mark.parametrize("fused", ("tied", "split"))
+def test_an_export_holds_what_is_trained(checkpoints, fused, method):
+    """No more: what parts share is gathered, digested and sent once; a run of the other kind takes it all the same."""
+    engine = make_engine(checkpoints["qwen3", FP32], fused=fused, **method)
+    randomise(engine)
+    exported = engine.export_adapter()
+    assert exported.tied == (fused == "tied")
+    assert list(exported.tensors) == list(engine.adapter.named_parameters())
+    assert exported.num_bytes == engine.adapter.num_bytes
+    split = make_engine(checkpoints["qwen3", FP32], fused="split", **method)
+    split.adapter.load(exported)
+    assert split.export_adapter().digest() == exported.untied().digest()
+    assert max_difference(log_probs(split, sequences()), log_probs(engine, sequences())) <= 1e-5
 
 
 def test_load_refuses_what_it_cannot_hold(checkpoints):
@@ -268,14 +284,15 @@ def test_load_refuses_what_it_cannot_hold(checkpoints):
     randomise(engine)
     good = engine.export_adapter()
     name = tensor_name("model.layers.1.self_attn.k_proj")
-    differing = Adapter({**good.tensors, name: good.tensors[name] + 1}, good.config)
+    parts = good.untied().tensors
+    differing = Adapter({**parts, name: parts[name] + 1}, good.config)
     with pytest.raises(ValueError, match="layers.1.self_attn.k_proj.* differs from .*q_proj"):
         engine.adapter.load(differing)
     with pytest.raises(ValueError, match="layers.1.self_attn.k_proj.*missing"):
-        engine.adapter.load(Adapter({n: t for n, t in good.tensors.items() if n != name}, good.config))
+        engine.adapter.load(Adapter({n: t for n, t in parts.items() if n != name}, good.config))
     exact = dataclasses.replace(good.config, method=OFTMethod(block_size=16, cayley_neumann_terms=None))
     with pytest.raises(ValueError, match="differs from the run's"):
-        engine.adapter.load(Adapter(good.tensors, exact))
+        engine.adapter.load(Adapter(parts, exact))
     rounded = make_engine(checkpoints["qwen3", FP32], dtype="bf16")
     with pytest.raises(ValueError, match="orbit.adapter.dtype=fp32"):
         rounded.adapter.load(good)
@@ -304,7 +321,11 @@ def test_peft_folder_round_trip(checkpoints, tmp_path, name):
     engine = make_engine(checkpoints["llama", FP32], **METHODS[name])
     randomise(engine)
     write_peft_folder(engine.export_adapter(), tmp_path)
-    assert read_peft_folder(tmp_path).digest() == engine.export_adapter().digest()
+    read, before = read_peft_folder(tmp_path), engine.export_adapter()
+    assert not read.tied and read.digest() == before.untied().digest()
+    randomise(engine, seed=6)
+    engine.adapter.load(read)
+    assert engine.export_adapter().digest() == before.digest()
     with pytest.raises(ValueError, match="no adapter_config.json and no adapter_model.safetensors"):
         read_peft_folder(tmp_path / "nowhere")
 

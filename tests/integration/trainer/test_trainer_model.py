@@ -162,7 +162,7 @@ def test_derived_rotary_tensors_are_ignored(copied):
 
 
 def test_residual_is_normalised_before_it_is_rounded(checkpoints):
-    """The server's order (sglang/srt/layers/layernorm.py:361), written out; rounding first would change most rows."""
+    """The server's order (srt/layers/layernorm.py::RMSNorm.forward_native), written out; rounding first would change most rows."""
     layer = make_engine(checkpoints["qwen3", BF16]).module[0].decoder.layers[0]
     generator = torch.Generator().manual_seed(0)
     residual, attention, mlp = (torch.randn(5, 2, 64, generator=generator).to(BF16) for _ in range(3))

@@ -156,7 +156,8 @@ class Nvfp4Format(WeightFormat):
     def model_input(self, x_TI: torch.Tensor, parts: Sequence[Tensors]) -> torch.Tensor:
         """See WeightFormat: E2M1 with dynamic E4M3 scales and the largest of the parts' stored global scales.
 
-        SGLang 0.5.12 takes the same (modelopt_quant.py:1363, compressed_tensors_w4a4_nvfp4.py:93).
+        SGLang 0.5.12 takes the same (modelopt_quant.py::ModelOptFp4LinearMethod.process_weights_after_loading,
+        compressed_tensors_w4a4_nvfp4.py::CompressedTensorsW4A4Fp4.process_weights_after_loading).
         """
         if not self.quantized_input:
             return x_TI

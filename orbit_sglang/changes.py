@@ -1,0 +1,599 @@
+"""Every change to SGLang 0.5.12, by process, in the order in which a request meets them; ``orbit doctor --changes`` prints it.
+
+A GPU needs the sections up to ``MODEL``. Those that begin with ``CPU`` replace what SGLang computes with CUDA, Triton or AMX,
+and are left out elsewhere.
+"""
+
+import torch
+from sglang.srt.plugins.hook_registry import HookType
+
+from orbit_kernels.upstream.ledger import Added, Change, Device, OnInstance, name_of
+from orbit_sglang.base import quantization, recording
+from orbit_sglang.cpu import compressed_tensors, engine, experts, fp8, linear, loading, sampling
+from orbit_sglang.cpu import latent_attention as cpu_latent_attention
+from orbit_sglang.http import refusals, reporting, request_body, routes
+from orbit_sglang.model import forward, latent_attention
+from orbit_sglang.model.slotted import AdaptedExpertsInput, AdaptedLatent, AdaptedLayer
+from orbit_sglang.model.slotted import experts as slotted_experts
+from orbit_sglang.model.slotted import latent as slotted_latent
+from orbit_sglang.model.slotted import layer as slotted_layer
+from orbit_sglang.scheduler import routed_experts, seeds, slot_scheduler
+from orbit_sglang.startup import flags, launch
+from orbit_sglang.upstream.hooks import Attribute, Fields, Hook
+
+START = "start-up, every process"
+HTTP = "HTTP process"
+SCHEDULER = "scheduler process"
+MODEL = "model, in the scheduler process"
+CPU_ENGINE = "CPU: engine, sampling and loading"
+CPU_BASE = "CPU: the base as it is stored"
+CPU_ATTENTION = "CPU: latent attention"
+
+BEFORE, AFTER, AROUND, REPLACE = HookType.BEFORE, HookType.AFTER, HookType.AROUND, HookType.REPLACE
+SLOTS = "SGLang has versions of an adapter that change while it generates"
+CPU_KERNELS = "SGLang computes it on a CPU without AMX"
+_ARGS = "sglang.srt.server_args.ServerArgs"
+_SERVER = "sglang.srt.entrypoints.http_server."
+_ENGINE = "sglang.srt.entrypoints.engine.Engine."
+_TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager."
+_CHAT = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat."
+_COMPLETION = "sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion."
+_DISPATCHER = "sglang.utils.TypeBasedDispatcher.__iadd__"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
+_CAPTURER = "sglang.srt.state_capturer."
+_LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_and_postprocess"
+_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner."
+_QUANTIZATION = "sglang.srt.layers.quantization."
+_FP8 = _QUANTIZATION + "fp8."
+_COMPRESSED = _QUANTIZATION + "compressed_tensors.compressed_tensors."
+_MODELOPT = _QUANTIZATION + "modelopt_quant."
+_DEEPSEEK = "sglang.srt.models.deepseek_v2."
+_DEEPSEEK_COMMON = "sglang.srt.models.deepseek_common."
+_DEEPSEEK_LOADER = _DEEPSEEK_COMMON + "deepseek_weight_loader.DeepseekV2WeightLoaderMixin."
+_TOPK = "sglang.srt.layers.moe.topk."
+_STREAM_PARAMETERS = ("self", "adapted_request", "request", "raw_request")
+_RESPONSE_PARAMETERS = ("self", "request", "ret", "created")
+
+
+def sections() -> dict[str, list[Change]]:
+    """Every change by the process that needs it; those for a CPU come last, so that they wrap what is around a GPU too."""
+    return {
+        START: _start(),
+        HTTP: _http(),
+        SCHEDULER: _scheduler(),
+        MODEL: _model(),
+        CPU_ENGINE: _cpu_engine(),
+        CPU_BASE: _cpu_base(),
+        CPU_ATTENTION: _cpu_attention(),
+    }
+
+
+def _start() -> list[Change]:
+    return [
+        Fields(
+            target=_ARGS,
+            add=flags.inject_fields,
+            names=tuple(flag.field for flag in flags.FLAGS),
+            why="options of the slots are options of the server, for verl and for the command line alike",
+            until="SGLang lets a plugin declare options",
+        ),
+        _hook(
+            _ARGS + ".__init__",
+            AROUND,
+            flags.around_init,
+            ("self", "model_path"),
+            why="takes the options, and refuses what slots cannot be combined with before anything is allocated",
+            until="SGLang lets a plugin declare options and check them",
+        ),
+        _hook(
+            _ARGS + ".add_cli_args",
+            AFTER,
+            flags.after_add_cli_args,
+            ("parser",),
+            why="adds the flags to the command line",
+            until="SGLang lets a plugin declare options",
+        ),
+        _hook(
+            _SERVER + "launch_server",
+            BEFORE,
+            launch.before_launch_server,
+            ("server_args",),
+            why="a taken port is found before the model is loaded, not minutes after",
+            until="SGLang binds its port first",
+        ),
+        _hook(
+            _ENGINE + "_launch_subprocesses",
+            AROUND,
+            launch.around_launch,
+            ("cls", "server_args"),
+            why="checks the checkpoint, and that every scheduler process has these changes",
+            until="SGLang refuses to start when a plugin's hook is not applied",
+        ),
+    ]
+
+
+def _http() -> list[Change]:
+    return [
+        _hook(
+            _TOKENIZER + "init_request_dispatcher",
+            AFTER,
+            routes.install,
+            ("self",),
+            why="the slots' routes, the answers of the scheduler and the request's version come from here",
+            until="SGLang lets a plugin add routes and messages",
+        ),
+        Added(
+            target=_SERVER + "app.add_api_route",
+            by=name_of(routes.Routes.add_to),
+            why="the routes /orbit/* are on the server's own port",
+            until="SGLang lets a plugin add routes",
+        ),
+        Added(
+            target=_SERVER + "app.add_middleware",
+            by=name_of(request_body.VersionInBody),
+            why="SGLang drops the key orbit_version of a body, which its request models do not declare",
+            until="SGLang passes unknown keys of a body on to the scheduler",
+        ),
+        Added(
+            target=_DISPATCHER,
+            by=name_of(routes.install),
+            why="replies of the scheduler to control operations find their route",
+            until="SGLang lets a plugin add messages",
+        ),
+        _hook(
+            _TOKENIZER + "_handle_batch_output",
+            BEFORE,
+            reporting.before_batch_output,
+            ("self", "recv_obj"),
+            why="SGLang reports only the last chunk of customized_info; the versions of all tokens are wanted",
+            until="SGLang accumulates customized_info over a request's chunks",
+        ),
+        _hook(
+            _TOKENIZER + "_handle_abort_finish_reason",
+            BEFORE,
+            refusals.before_abort,
+            ("self", "out", "state", "is_stream"),
+            why="a version that no slot holds is answered with 400 on every route",
+            until="SGLang answers an aborted request with its status where it streams",
+        ),
+        _hook(
+            _TOKENIZER + "generate_request",
+            AROUND,
+            reporting.around_generate,
+            ("self", "obj", "request"),
+            why="a stream of an OpenAI route sees the versions of its tokens",
+            until="SGLang's OpenAI routes pass customized_info on",
+        ),
+        *(
+            _hook(
+                target,
+                AFTER,
+                reporting.after_openai_response,
+                _RESPONSE_PARAMETERS,
+                why="an OpenAI answer says which version made its tokens",
+                until="SGLang's OpenAI routes pass customized_info on",
+            )
+            for target in (_CHAT + "_build_chat_response", _COMPLETION + "_build_completion_response")
+        ),
+        *(
+            _hook(
+                target,
+                AROUND,
+                function,
+                _STREAM_PARAMETERS,
+                why="an OpenAI stream says before its end which version made its tokens",
+                until="SGLang's OpenAI routes pass customized_info on",
+            )
+            for target, function in (
+                (_CHAT + "_generate_chat_stream", reporting.around_chat_stream),
+                (_COMPLETION + "_generate_completion_stream", reporting.around_completion_stream),
+            )
+        ),
+    ]
+
+
+def _scheduler() -> list[Change]:
+    return [
+        _hook(
+            _SCHEDULER + "init_request_dispatcher",
+            AFTER,
+            slot_scheduler.install,
+            ("self",),
+            why="attaches the slots to the scheduler, and proves that this process has every change",
+            until=SLOTS,
+        ),
+        Added(
+            target=_DISPATCHER,
+            by=name_of(slot_scheduler.install),
+            why="control operations reach the slots between two batches",
+            until="SGLang lets a plugin add messages",
+        ),
+        _hook(
+            _SCHEDULER + "get_init_info",
+            AFTER,
+            slot_scheduler.after_init_info,
+            ("self",),
+            why="tells the main process that the slots are in place",
+            until="SGLang refuses to start when a plugin's hook is not applied",
+        ),
+        _hook(
+            _SCHEDULER + "_add_request_to_queue",
+            BEFORE,
+            slot_scheduler.before_queue,
+            ("self", "req", "is_retracted"),
+            why="a request gets its version and that version's namespace of the prefix cache",
+            until=SLOTS,
+        ),
+        _hook(
+            _SCHEDULER + "process_input_requests",
+            AFTER,
+            slot_scheduler.after_input,
+            ("self", "recv_reqs"),
+            why="a staging's end is noticed once an iteration",
+            until=SLOTS,
+        ),
+        _hook(
+            _SCHEDULER + "maybe_sleep_on_idle",
+            AROUND,
+            slot_scheduler.around_sleep,
+            ("self",),
+            why="an idle scheduler stays awake until a staging has ended",
+            until=SLOTS,
+        ),
+        _hook(
+            "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch",
+            AFTER,
+            seeds.after_from_schedule_batch,
+            ("cls", "batch", "vocab_size"),
+            why="a request's seed is honoured, so that a rollout can be repeated",
+            until="SGLang honours sampling_seed without --enable-deterministic-inference",
+        ),
+        _hook(
+            _CAPTURER + "routed_experts.RoutedExpertsCapturer.__init__",
+            AROUND,
+            routed_experts.around_capturer,
+            ("self", "model_config", "num_tokens", "max_running_requests"),
+            why="room for a whole batch where prompts are not taken in chunks; a dense model is refused",
+            until="SGLang sizes that buffer by the batch when chunked_prefill_size is -1",
+        ),
+        _hook(
+            "sglang.srt.managers.schedule_batch.ScheduleBatch.release_req",
+            BEFORE,
+            routed_experts.before_release,
+            ("self", "idx"),
+            why="a retracted request keeps the experts that were reported with its log-probs",
+            until="SGLang keeps the record of a retracted request",
+        ),
+        _hook(
+            _SCHEDULER + "maybe_collect_routed_experts",
+            AFTER,
+            routed_experts.after_collect,
+            ("self", "req"),
+            why="puts the kept record in front of the new one",
+            until="SGLang keeps the record of a retracted request",
+        ),
+    ]
+
+
+def _model() -> list[Change]:
+    return [
+        _hook(
+            _FP8 + "Fp8Config.from_config",
+            AFTER,
+            quantization.after_fp8_config,
+            ("cls", "config"),
+            why="names of layers that are not quantised reach fused linears and language models of other models",
+            until="SGLang's Qwen3, Llama and Kimi-K2.5 define packed_modules_mapping",
+        ),
+        _hook(
+            _COMPRESSED + "CompressedTensorsConfig.from_config",
+            AFTER,
+            quantization.after_compressed_tensors_config,
+            ("cls", "config"),
+            why="names of layers that are not quantised reach fused linears and language models of other models",
+            until="SGLang's Qwen3, Llama and Kimi-K2.5 define packed_modules_mapping",
+        ),
+        _hook(
+            "sglang.srt.models.llama.LlamaForCausalLM.load_weights",
+            AROUND,
+            quantization.around_llama_load,
+            ("self", "weights"),
+            why="SGLang drops the scales of a Llama's FP8 blocks and serves with uninitialised ones",
+            until="SGLang's Llama loads weight_scale_inv",
+        ),
+        _hook(
+            _DEEPSEEK + "DeepseekV2AttentionMLA.__init__",
+            AFTER,
+            latent_attention.after_init,
+            ("self", "config", "hidden_size"),
+            why="both latents' projections are known as parts of SGLang's one linear, whose fused kernel is left out",
+            until="SGLang's fused projection goes through quant_method.apply and knows its parts",
+        ),
+        _hook(
+            _LOADER,
+            AROUND,
+            recording.around_load,
+            ("model", "weights", "target_device"),
+            why="the base is digested as it is stored, between loading and repacking",
+            until="SGLang calls a plugin between the two",
+        ),
+        OnInstance(
+            method=recording.LOAD_WEIGHTS,
+            by=name_of(recording.around_load),
+            why="there is no other place between loading and repacking",
+            until="SGLang calls a plugin between the two",
+        ),
+        _hook(
+            _RUNNER + "load_model",
+            AFTER,
+            forward.after_load_model,
+            ("self",),
+            why="puts the slots beside the linears",
+            until=SLOTS,
+        ),
+        OnInstance(
+            method=slotted_layer.APPLY,
+            by=name_of(AdaptedLayer),
+            why="a linear's product gets the adapter of each token's slot",
+            until=SLOTS,
+        ),
+        OnInstance(
+            method=slotted_latent.FORWARD,
+            by=name_of(AdaptedLatent),
+            why="absorbed attention reads kv_b_proj's input from the cache, so it is rotated where it is made",
+            until=SLOTS,
+        ),
+        OnInstance(
+            method=slotted_experts.FORWARD,
+            by=name_of(AdaptedExpertsInput),
+            why="one rotation of all experts turns their input, in front of SGLang's own kernels",
+            until=SLOTS,
+        ),
+        _hook(
+            "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
+            AFTER,
+            forward.after_init_new,
+            ("cls", "batch", "model_runner"),
+            why="a batch remembers slots and versions, as its requests may move before it has ended",
+            until=SLOTS,
+        ),
+        _hook(
+            _RUNNER + "forward",
+            AROUND,
+            forward.around_forward,
+            ("self", "forward_batch"),
+            why="a forward pass has its tokens' slots, and its logits their versions",
+            until=SLOTS,
+        ),
+    ]
+
+
+def _cpu_engine() -> list[Change]:
+    pinning = "SGLang asks whether there is an accelerator to pin memory for (is_pin_memory_available)"
+    return [
+        *(
+            Attribute(
+                target=target,
+                expected=torch,
+                value=_TORCH,
+                why="SGLang pins memory without an accelerator, which torch refuses",
+                until=pinning,
+                device=Device.CPU,
+            )
+            for target in ("sglang.srt.layers.logits_processor.torch", "sglang.srt.state_capturer.base.torch")
+        ),
+        _cpu_hook(
+            _CAPTURER + "base.TopkCaptureOutput.copy_to_cpu",
+            AFTER,
+            engine.after_copy_to_cpu,
+            ("self",),
+            why="on a CPU the copy is the same memory, which the next forward pass writes over",
+            until="SGLang clones there",
+        ),
+        _cpu_hook(
+            _ENGINE + "_launch_subprocesses",
+            AROUND,
+            engine.around_launch,
+            ("cls", "server_args"),
+            why="SGLang refuses more ranks than NUMA nodes",
+            until="SGLang divides the cores of a node between ranks",
+        ),
+        _cpu_hook(
+            "sglang.srt.distributed.parallel_state.init_model_parallel_group",
+            AROUND,
+            engine.around_group,
+            ("group_ranks", "local_rank", "backend"),
+            why="ranks on CPUs have gloo, and neither NCCL nor a custom all-reduce",
+            until="SGLang leaves both out on a CPU",
+        ),
+        _cpu_hook(
+            "sglang.srt.layers.sampler.multinomial_with_seed",
+            REPLACE,
+            sampling.multinomial_with_seed,
+            ("logprobs", "seed", "positions"),
+            why="SGLang's seeded sampling is a Triton kernel",
+            until="SGLang has one in torch",
+        ),
+        _cpu_hook(
+            _LOADER,
+            AROUND,
+            loading.around_load,
+            ("model", "weights", "target_device"),
+            why="quantised linears get the trainer's own product, between loading and repacking",
+            until="SGLang calls a plugin between the two",
+        ),
+        OnInstance(
+            method=recording.LOAD_WEIGHTS,
+            by=name_of(loading.around_load),
+            why="there is no other place between loading and repacking",
+            until="SGLang calls a plugin between the two",
+            device=Device.CPU,
+        ),
+        _cpu_hook(
+            "sglang.srt.configs.update_config.update_intermediate_size",
+            AROUND,
+            loading.around_width_padding,
+            ("model_config", "attr_name", "intermediate_padding_size"),
+            why="SGLang pads widths for AMX, and would hold other tensors than the checkpoint has",
+            until="SGLang pads only where AMX is used",
+        ),
+    ]
+
+
+def _cpu_base() -> list[Change]:
+    return [
+        *_reference(_FP8 + "Fp8Config", _FP8 + "Fp8LinearMethod"),
+        _cpu_hook(
+            _FP8 + "Fp8LinearMethod.create_weights",
+            AROUND,
+            fp8.around_create_weights,
+            ("self", "layer", "input_size_per_partition", "output_partition_sizes"),
+            why="parts of a fused linear that end inside a block have scales of their own",
+            until="SGLang takes such parts",
+        ),
+        *_reference(_COMPRESSED + "CompressedTensorsConfig", _COMPRESSED + "CompressedTensorsLinearMethod"),
+        _cpu_hook(
+            _COMPRESSED + "CompressedTensorsConfig._check_scheme_supported",
+            AROUND,
+            compressed_tensors.around_check_scheme,
+            ("self", "min_capability", "error"),
+            why="SGLang asks a CUDA device for its compute capability",
+            until="SGLang does not ask on a CPU",
+        ),
+        _cpu_hook(
+            _COMPRESSED + "CompressedTensorsConfig._get_scheme_from_parts",
+            AROUND,
+            compressed_tensors.around_scheme,
+            ("self", "weight_quant", "input_quant"),
+            why="asymmetric INT4, weight-only NVFP4 and MXFP4 have no scheme in SGLang",
+            until="SGLang has these schemes",
+        ),
+        _cpu_hook(
+            _COMPRESSED + "CompressedTensorsLinearMethod.create_weights",
+            AFTER,
+            compressed_tensors.after_create_weights,
+            ("self", "layer", "input_size_per_partition", "output_partition_sizes"),
+            why="DeepseekV2AttentionMLA asks a packed linear for its weight",
+            until="SGLang's latent attention asks for the dtype of its activations instead",
+        ),
+        *_reference(_MODELOPT + "ModelOptFp4Config", _MODELOPT + "ModelOptFp4LinearMethod"),
+        _cpu_hook(
+            "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.__init__",
+            AROUND,
+            experts.around_layer,
+            ("self", "num_experts"),
+            why="routed experts are held as they are stored and computed by the trainer's own function",
+            until=CPU_KERNELS,
+        ),
+        _cpu_hook(
+            _RUNNER + "check_quantized_moe_compatibility",
+            AROUND,
+            experts.around_block_check,
+            ("self",),
+            why="SGLang asks for whole FP8 blocks, the reference takes ragged ones",
+            until=CPU_KERNELS,
+        ),
+        _cpu_hook(
+            _TOPK + "fused_topk",
+            AROUND,
+            experts.around_topk,
+            ("hidden_states", "gating_output", "topk"),
+            why="without AMX it is a CUDA kernel",
+            until=CPU_KERNELS,
+        ),
+        _cpu_hook(
+            _TOPK + "biased_grouped_topk",
+            AROUND,
+            experts.around_biased_topk,
+            ("hidden_states", "gating_output", "correction_bias", "topk"),
+            why="without AMX it is compiled, and its scores have the dtype of the logits instead of fp32",
+            until=CPU_KERNELS,
+        ),
+    ]
+
+
+def _cpu_attention() -> list[Change]:
+    return [
+        _cpu_hook(
+            _DEEPSEEK + "DeepseekV2AttentionMLA.__init__",
+            AFTER,
+            cpu_latent_attention.after_init,
+            ("self", "config", "hidden_size"),
+            why="quantised projections of the latents have room for scales of each",
+            until="SGLang's fused projection knows its parts",
+        ),
+        _cpu_hook(
+            _DEEPSEEK_COMMON + "attention_backend_handler.AttentionBackendRegistry.get_handler",
+            AROUND,
+            cpu_latent_attention.around_handler,
+            ("cls", "backend_name"),
+            why="prompts are absorbed too, where SGLang would choose a path of Triton's",
+            until=CPU_KERNELS,
+        ),
+        _cpu_hook(
+            _DEEPSEEK + "get_rope_wrapper",
+            AROUND,
+            cpu_latent_attention.around_rope,
+            ("head_size", "rotary_dim", "max_position", "base", "is_neox_style", "rope_scaling"),
+            why="on a CPU it knows nothing but YaRN",
+            until="SGLang takes an unscaled rotary embedding there",
+        ),
+        _cpu_hook(
+            _DEEPSEEK_LOADER + "do_load_weights",
+            AROUND,
+            cpu_latent_attention.around_load,
+            ("self", "weights", "is_nextn"),
+            why="SGLang takes the first of two scalars for both latents",
+            until="SGLang concatenates scalars",
+        ),
+        _cpu_hook(
+            _DEEPSEEK_LOADER + "post_load_weights",
+            AROUND,
+            cpu_latent_attention.around_absorb,
+            ("self", "is_nextn"),
+            why="SGLang would quantise the absorbed weight once more",
+            until=CPU_KERNELS,
+        ),
+    ]
+
+
+_TORCH = engine.TorchWithoutPinning("torch")
+
+
+def _reference(config: str, method: str) -> list[Change]:
+    """What puts the trainer's own product behind one of SGLang's quantisations."""
+    layer = ("self", "layer")
+    return [
+        _cpu_hook(
+            config + ".get_supported_act_dtypes",
+            AFTER,
+            linear.after_supported_act_dtypes,
+            ("cls",),
+            why="the reference takes fp32 activations too, in which rounding is visible",
+            until=CPU_KERNELS,
+        ),
+        _cpu_hook(
+            method + ".process_weights_after_loading",
+            AROUND,
+            linear.around_process_weights,
+            layer,
+            why="the reference reads the tensors as they are stored, nothing is repacked",
+            until=CPU_KERNELS,
+        ),
+        _cpu_hook(
+            method + ".apply",
+            AROUND,
+            linear.around_apply,
+            (*layer, "x", "bias"),
+            why="SGLang has no kernel for it on a CPU; the trainer's own product computes it",
+            until=CPU_KERNELS,
+        ),
+    ]
+
+
+def _hook(target: str, type: HookType, function, parameters: tuple[str, ...], **reasons: str) -> Hook:
+    return Hook(target=target, type=type, function=function, parameters=parameters, **reasons)
+
+
+def _cpu_hook(target: str, type: HookType, function, parameters: tuple[str, ...], **reasons: str) -> Hook:
+    return Hook(target=target, type=type, function=function, parameters=parameters, device=Device.CPU, **reasons)

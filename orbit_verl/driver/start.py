@@ -1,0 +1,24 @@
+"""The driver before Ray starts: its changes to verl are in place, and the run's configuration is checked and filled in."""
+
+from collections.abc import Callable
+from typing import Any
+
+from orbit_verl.config.composing import check_composed
+from orbit_verl.upstream.imports import Process, require_applied
+
+
+def around_validate_config(wrapped: Callable, instance: None, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Around ``verl.utils.config.validate_config``, which verl calls before it starts Ray.
+
+    Raises:
+        NotInPlaceError: a change that the driver needs is not in place.
+        ValueError: the run cannot work; see ``check_composed`` and ``resolve``.
+    """
+    from orbit_verl.driver.run_config import is_orbit, resolve
+
+    config = kwargs["config"] if "config" in kwargs else args[0]
+    check_composed(config)
+    if is_orbit(config):
+        require_applied(Process.DRIVER)
+        resolve(config)
+    return wrapped(*args, **kwargs)
