@@ -17,16 +17,16 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from orbit_verl import megatron_cpu
-from orbit_verl.adapter import TrainerAdapter
-from orbit_verl.config import AdapterSettings, BaseSettings
-from orbit_verl.model.architecture import DecoderArchitecture
+from orbit_kernels.families.architecture import DecoderArchitecture
+from orbit_kernels.families.kimi_k2 import KimiK25Config
+from orbit_verl.config.keys import AdapterSettings, BaseSettings
+from orbit_verl.cpu import megatron as megatron_cpu
 from orbit_verl.model.build import empty_model, transformer_config
-from orbit_verl.model.kimi import KimiK25Config
 from orbit_verl.model.layout import ParallelLayout
 from orbit_verl.model.modules import FrozenGPTModel
 from orbit_verl.model.naming import adapted_linears, named_tensors
 from orbit_verl.model.targets import adapted_shapes
+from orbit_verl.worker.adapter import TrainerAdapter
 
 # Kimi-K2.6's sizes, but for one layer and a small vocabulary, which is no part of a layer; positions without yarn.
 TEXT = {

@@ -31,10 +31,10 @@ from verl.workers.config import HFModelConfig, McoreOptimizerConfig
 
 from benchmarks.sglang_server import serve
 from orbit_cli.quantize import quantize_checkpoint
-from orbit_verl.config import AdapterSettings
-from orbit_verl.engine import OrbitEngine
-from orbit_verl.engine_config import OrbitEngineConfig
-from orbit_verl.slot_client import SlotClient
+from orbit_verl.config.keys import AdapterSettings
+from orbit_verl.publishing.slot_client import SlotClient
+from orbit_verl.worker.engine import OrbitEngine
+from orbit_verl.worker.engine_config import OrbitEngineConfig
 
 # Block or group by format, None for the format's own; 64 divides the fused parts of both small models.
 FORMATS = {"fp8": 64, "int4": 32, "nvfp4": None, "mxfp4": None}

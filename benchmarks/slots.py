@@ -28,10 +28,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.sglang_server import serve
-from orbit_kernels.adapter import LINEAR_TARGETS, AdapterConfig, tensor_name
-from orbit_kernels.fusing import fused_with
-from orbit_kernels.methods import METHODS, AdapterMethod
-from orbit_kernels.wire import Adapter
+from orbit_kernels.adapters import METHODS, AdapterMethod
+from orbit_kernels.adapters.config import LINEAR_TARGETS, AdapterConfig, tensor_name
+from orbit_kernels.contract.payload import Adapter
+from orbit_kernels.linears.fusing import fused_with
 
 NUM_REQUESTS = 32
 NUM_PROMPT_TOKENS = 8

@@ -74,7 +74,7 @@ def _load_sglang_plugins() -> None:
 
 PLUGINS = (
     Plugin("verl", "verl.plugins", _load_verl_plugins, "orbit_verl.plugin"),
-    Plugin("sglang", "sglang.srt.plugins", _load_sglang_plugins, "orbit_sglang.hooks"),
+    Plugin("sglang", "sglang.srt.plugins", _load_sglang_plugins, "orbit_sglang.upstream.hooks"),
 )
 
 

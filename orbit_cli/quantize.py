@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from orbit_cli.calibration import largest_inputs
 from orbit_cli.rounding_errors import LinearError
-from orbit_kernels.checkpoint import INDEX_FILE, HFCheckpoint
+from orbit_kernels.checkpoint.files import INDEX_FILE, HFCheckpoint
 from orbit_kernels.formats import (
     Bf16Format,
     Fp8Format,
@@ -25,9 +25,9 @@ from orbit_kernels.formats import (
     read_base_scheme,
 )
 from orbit_kernels.formats.scheme.write import quantization_config
-from orbit_kernels.frozen import StoredWeight
-from orbit_kernels.fusing import fused_with
-from orbit_kernels.names import EXPERTS
+from orbit_kernels.frozen.product import StoredWeight
+from orbit_kernels.linears.fusing import fused_with
+from orbit_kernels.linears.names import EXPERTS
 
 logger = logging.getLogger(__name__)
 

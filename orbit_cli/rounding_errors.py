@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from rich.table import Table
 
-from orbit_kernels.frozen import StoredWeight
+from orbit_kernels.frozen.product import StoredWeight
 
 
 @dataclasses.dataclass

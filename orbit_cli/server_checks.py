@@ -87,7 +87,7 @@ def _key_check(server: httpx.Client) -> Check:
 
 def _base_check(text: str) -> Check:
     # Importing torch costs seconds.
-    from orbit_kernels.manifest import BaseManifest
+    from orbit_kernels.checkpoint.manifest import BaseManifest
 
     manifest = BaseManifest.from_json(text)
     return Check("server, base", State.OK, f"{len(manifest.tensors)} tensors, digest {manifest.digest}")

@@ -3,21 +3,17 @@
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookType
 
-from orbit_sglang import (
-    cpu,
-    flags,
-    forward,
-    hooks,
-    latent_attention,
-    launch,
-    refusals,
-    reporting,
-    routed_experts,
-    routes,
-    scheduler,
-    seeds,
-)
-from orbit_sglang.quant import compressed_tensors, experts, fp8, loading, modelopt
+from orbit_sglang.base import quantization, recording
+from orbit_sglang.cpu import compressed_tensors, experts, fp8, modelopt, sampling
+from orbit_sglang.cpu import engine as cpu
+from orbit_sglang.cpu import latent_attention as cpu_latent_attention
+from orbit_sglang.cpu import loading as cpu_loading
+from orbit_sglang.http import refusals, reporting, routes
+from orbit_sglang.model import forward, latent_attention
+from orbit_sglang.scheduler import routed_experts, seeds
+from orbit_sglang.scheduler import slot_scheduler as scheduler
+from orbit_sglang.startup import flags, launch
+from orbit_sglang.upstream import hooks
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager."
@@ -47,21 +43,22 @@ def hook_table() -> list[hooks.Hook | hooks.CpuAttribute]:
         hook(
             "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_and_postprocess",
             around,
-            loading.around_load,
+            recording.around_load,
             ("model", "weights", "target_device"),
         ),
+        *quantization.hook_table(),
         hook(
-            "sglang.srt.configs.update_config.update_intermediate_size",
-            around,
-            loading.around_width_padding,
-            ("model_config", "attr_name", "intermediate_padding_size"),
-            cpu_only=True,
+            "sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA.__init__",
+            after,
+            latent_attention.after_init,
+            ("self", "config", "hidden_size"),
         ),
+        *cpu_loading.hook_table(),
         *fp8.hook_table(),
         *compressed_tensors.hook_table(),
         *modelopt.hook_table(),
         *experts.hook_table(),
-        *latent_attention.hook_table(),
+        *cpu_latent_attention.hook_table(),
         hook(_RUNNER + "load_model", after, forward.after_load_model, ("self",)),
         hook(_RUNNER + "forward", around, forward.around_forward, ("self", "forward_batch")),
         hook(
@@ -84,7 +81,7 @@ def hook_table() -> list[hooks.Hook | hooks.CpuAttribute]:
         hook(
             "sglang.srt.layers.sampler.multinomial_with_seed",
             HookType.REPLACE,
-            seeds.multinomial_with_seed,
+            sampling.multinomial_with_seed,
             ("logprobs", "seed", "positions"),
             cpu_only=True,
         ),

@@ -15,8 +15,8 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-from orbit_verl import platform  # noqa: F401  registers the CPU platform
-from orbit_verl.config import check_key
+from orbit_verl.config.keys import check_key
+from orbit_verl.cpu import platform  # noqa: F401  registers the CPU platform
 
 logger = logging.getLogger(__name__)
 logging.getLogger("orbit_verl").setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))  # as verl's own modules do
@@ -44,7 +44,7 @@ def _hook_validate_config(module) -> None:
     """Resolve and check a run's configuration before verl checks it, which is before Ray starts."""
 
     def validate_config(wrapped, instance, args, kwargs):
-        from orbit_verl.run_config import is_orbit, resolve
+        from orbit_verl.driver.run_config import is_orbit, resolve
 
         config = kwargs["config"] if "config" in kwargs else args[0]
         if is_orbit(config):
@@ -56,14 +56,14 @@ def _hook_validate_config(module) -> None:
 
 def _hook_trainers(module) -> None:
     """Let verl's trainer modes build Orbit's trainers for runs with the strategy."""
-    from orbit_verl.trainer import install
+    from orbit_verl.driver.trainer import install
 
     install(module.trainer_base.TRAINER_REGISTRY)
 
 
 def _hook_auto_config(module) -> None:
     """Let every process of a run read Kimi's configurations; transformers must not be importing itself meanwhile."""
-    from orbit_verl.model.kimi import register
+    from orbit_kernels.families.kimi_k2 import register
 
     register()
 

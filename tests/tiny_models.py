@@ -20,9 +20,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from orbit_kernels.adapter import LINEAR_TARGETS, AdapterConfig, tensor_name
-from orbit_kernels.methods import AdapterMethod, OFTMethod
-from orbit_kernels.wire import Adapter
+from orbit_kernels.adapters import AdapterMethod, OFTMethod
+from orbit_kernels.adapters.config import LINEAR_TARGETS, AdapterConfig, tensor_name
+from orbit_kernels.contract.payload import Adapter
 
 VOCABULARY = "\x00\x01\x02 0123456789abcdefghijklmnopqrstuvwxyz+-*/=?.,:<>|_"
 CHAT_TEMPLATE = (

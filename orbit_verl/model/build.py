@@ -16,12 +16,12 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from orbit_kernels.checkpoint import HFCheckpoint
+from orbit_kernels.checkpoint.files import HFCheckpoint
 from orbit_kernels.experts import ChunkBuffer
-from orbit_kernels.fusing import GATE_UP, LATENTS, QKV
-from orbit_kernels.names import EXPERTS, SHARED_EXPERT, layer_number
-from orbit_verl.config import BaseSettings
-from orbit_verl.model.architecture import DecoderArchitecture
+from orbit_kernels.families.architecture import DecoderArchitecture
+from orbit_kernels.linears.fusing import GATE_UP, LATENTS, QKV
+from orbit_kernels.linears.names import EXPERTS, SHARED_EXPERT, layer_number
+from orbit_verl.config.keys import BaseSettings
 from orbit_verl.model.attention import CausalAttention
 from orbit_verl.model.latent_attention import FrozenLatentAttention
 from orbit_verl.model.layout import MEGATRON, STAGE, ParallelLayout, ParallelSizes, Ranks

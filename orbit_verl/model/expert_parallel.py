@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import all_to_all
 
 from orbit_kernels.experts import ChunkBuffer, Dispatch, ExpertAdapter, FrozenExperts, combine, expert_outputs, gather
-from orbit_kernels.frozen import Activations
+from orbit_kernels.frozen.product import Activations
 
 
 def expert_parallel_mlp(

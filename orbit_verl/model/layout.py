@@ -10,8 +10,8 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from orbit_kernels.names import EXPERT_NUMBER, layer_number
-from orbit_kernels.share import divided_dim
+from orbit_kernels.linears.names import EXPERT_NUMBER, layer_number
+from orbit_kernels.linears.share import divided_dim
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,9 +14,9 @@ from megatron.core.tensor_parallel import (
 from torch import nn
 
 from orbit_kernels.formats import Bf16Format, WeightFormat
-from orbit_kernels.frozen import Activations, StoredWeight, frozen_matmul
-from orbit_kernels.share import Share
-from orbit_verl.config import BaseSettings
+from orbit_kernels.frozen.product import Activations, StoredWeight, frozen_matmul
+from orbit_kernels.linears.share import Share
+from orbit_verl.config.keys import BaseSettings
 from orbit_verl.model.adapters import LinearAdapter
 
 

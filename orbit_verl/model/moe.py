@@ -21,10 +21,10 @@ from megatron.core.tensor_parallel import (
 from torch import nn
 from torch.nn import functional
 
-from orbit_kernels import oft
+from orbit_kernels.adapters.oft import reference as oft
 from orbit_kernels.experts import DOWN, GATE, UP, ChunkBuffer, ExpertAdapter, FrozenExperts, PerExpert, expert_mlp
-from orbit_kernels.frozen import StoredWeight
-from orbit_verl.config import BaseSettings
+from orbit_kernels.frozen.product import StoredWeight
+from orbit_verl.config.keys import BaseSettings
 from orbit_verl.model.adapters import LinearAdapter
 from orbit_verl.model.expert_parallel import expert_parallel_mlp
 from orbit_verl.model.layout import ParallelLayout

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from orbit_kernels.names import EXPERTS, ROUTER, SHARED_EXPERT
-from orbit_verl.config import AdapterSettings
+from orbit_kernels.linears.names import EXPERTS, ROUTER, SHARED_EXPERT
+from orbit_verl.config.keys import AdapterSettings
 from orbit_verl.model.latent_attention import FrozenLatentAttention
 from orbit_verl.model.linear import FrozenLinear
 from orbit_verl.model.modules import FrozenGPTModel

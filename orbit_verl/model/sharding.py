@@ -8,11 +8,11 @@ from collections.abc import Mapping
 
 import torch
 
-from orbit_kernels.adapter import AdapterConfig
-from orbit_kernels.fusing import LATENTS
-from orbit_kernels.names import EXPERTS, layer_number, without_expert
-from orbit_kernels.share import Share
-from orbit_verl.model.architecture import DecoderArchitecture
+from orbit_kernels.adapters.config import AdapterConfig
+from orbit_kernels.families.architecture import DecoderArchitecture
+from orbit_kernels.linears.fusing import LATENTS
+from orbit_kernels.linears.names import EXPERTS, layer_number, without_expert
+from orbit_kernels.linears.share import Share
 from orbit_verl.model.layout import PIPELINE, TENSOR, ParallelLayout, ParallelSizes, Ranks
 from orbit_verl.model.tensors import ATTENTION_OUT, MLP_OUT, linear_formats, linear_shape
 

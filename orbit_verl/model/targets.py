@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable
 
-from orbit_kernels.adapter import AdapterConfig
-from orbit_kernels.fusing import GATE_UP
-from orbit_kernels.names import EXPERTS, without_expert
-from orbit_verl.config import AdapterSettings
-from orbit_verl.model.architecture import DecoderArchitecture
+from orbit_kernels.adapters.config import AdapterConfig
+from orbit_kernels.families.architecture import DecoderArchitecture
+from orbit_kernels.linears.fusing import GATE_UP
+from orbit_kernels.linears.names import EXPERTS, without_expert
+from orbit_verl.config.keys import AdapterSettings
 from orbit_verl.model.tensors import fused_linears, linear_shape
 
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch
 
-from orbit_kernels.checkpoint import HFCheckpoint
+from orbit_kernels.checkpoint.files import HFCheckpoint
+from orbit_kernels.families.architecture import DecoderArchitecture
 from orbit_kernels.formats import Bf16Format, TensorSpec, WeightFormat
-from orbit_kernels.fusing import GATE_UP, LATENTS, QKV
-from orbit_kernels.names import EXPERTS, ROUTER, ROUTER_BIAS, SHARED_EXPERT, unused_tensors
-from orbit_verl.model.architecture import DecoderArchitecture
+from orbit_kernels.linears.fusing import GATE_UP, LATENTS, QKV
+from orbit_kernels.linears.names import EXPERTS, ROUTER, ROUTER_BIAS, SHARED_EXPERT, unused_tensors
 
 ATTENTION_OUT, MLP_OUT = ("o_proj",), ("down_proj",)
 QUERY_UP, KEY_VALUE_UP = ("q_b_proj",), ("kv_b_proj",)

@@ -2,15 +2,8 @@
 
 import torch
 
-from orbit_kernels.formats import (
-    Bf16Format,
-    Fp8Format,
-    Int4Format,
-    Mxfp4Format,
-    Nvfp4Format,
-    WeightFormat,
-)
-from orbit_kernels.frozen import StoredWeight
+from orbit_kernels.formats import Bf16Format, Fp8Format, Int4Format, Mxfp4Format, Nvfp4Format, WeightFormat
+from orbit_kernels.frozen.product import StoredWeight
 
 FORMATS = {
     "bf16": Bf16Format(),

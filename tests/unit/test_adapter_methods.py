@@ -8,9 +8,9 @@ from peft import LoraConfig, OFTConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from orbit_kernels.adapter import AdapterConfig, split_name, tensor_name
-from orbit_kernels.methods import METHODS, LoRAMethod, OFTMethod
-from orbit_kernels.wire import Adapter, AdapterError
+from orbit_kernels.adapters import METHODS, LoRAMethod, OFTMethod
+from orbit_kernels.adapters.config import AdapterConfig, split_name, tensor_name
+from orbit_kernels.contract.payload import Adapter, AdapterError
 
 ROWS, COLUMNS = 48, 64
 NUMBERS = {

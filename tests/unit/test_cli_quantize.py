@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from orbit_cli import quantize as quantize_module
 from orbit_cli.main import app
 from orbit_cli.quantize import quantize_checkpoint
-from orbit_kernels.checkpoint import HFCheckpoint
+from orbit_kernels.checkpoint.files import HFCheckpoint
 from orbit_kernels.formats import Int4Format, Mxfp4Format, read_base_scheme
 
 GROUP_SIZES = {"fp8": 32, "int4": 32, "nvfp4": 16, "mxfp4": 32}

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from orbit_sglang import config, openapi
+from orbit_sglang.http import openapi
+from orbit_sglang.startup import options as config
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text()
 

@@ -8,8 +8,11 @@ import torch
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from orbit_kernels import lora, oft
-from orbit_kernels.adapter import AdapterConfig, tensor_name
+from orbit_kernels.adapters import AdapterMethod, LoRAMethod, OFTMethod
+from orbit_kernels.adapters.config import AdapterConfig, tensor_name
+from orbit_kernels.adapters.lora import reference as lora
+from orbit_kernels.adapters.oft import reference as oft
+from orbit_kernels.contract.payload import Adapter
 from orbit_kernels.experts import (
     DOWN,
     GATE,
@@ -24,9 +27,7 @@ from orbit_kernels.experts import (
     expert_module,
 )
 from orbit_kernels.formats import Bf16Format, Fp8Format, Int4Format, Mxfp4Format, WeightFormat
-from orbit_kernels.frozen import StoredWeight, frozen_matmul
-from orbit_kernels.methods import AdapterMethod, LoRAMethod, OFTMethod
-from orbit_kernels.wire import Adapter
+from orbit_kernels.frozen.product import StoredWeight, frozen_matmul
 
 HIDDEN, FFN = 64, 96
 SHAPES = {GATE: (FFN, HIDDEN), UP: (FFN, HIDDEN), DOWN: (HIDDEN, FFN)}

@@ -11,11 +11,11 @@ import pytest
 import torch
 from live_bytes import LiveBytes
 
-from orbit_kernels import oft
+from orbit_kernels.adapters import OFTMethod
+from orbit_kernels.adapters.oft import reference as oft
 from orbit_kernels.experts import DOWN, GATE, UP, ChunkBuffer, FrozenExperts, PerExpert, StackedWeights, expert_mlp
 from orbit_kernels.formats import Bf16Format, Int4Format
-from orbit_kernels.frozen import StoredWeight
-from orbit_kernels.methods import OFTMethod
+from orbit_kernels.frozen.product import StoredWeight
 
 
 def _peak_bytes(num_experts: int, chunk: int) -> tuple[int, int]:

@@ -7,7 +7,8 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
 from format_support import random_weight
 
-from orbit_kernels.formats import Mxfp4Format, Nvfp4Format, e2m1, nibbles
+from orbit_kernels.formats import Mxfp4Format, Nvfp4Format
+from orbit_kernels.formats.common import e2m1, nibbles
 
 NVFP4_ARGUMENTS = preset_name_to_scheme("NVFP4A16", ["Linear"]).weights
 MXFP4_ARGUMENTS = preset_name_to_scheme("MXFP4A16", ["Linear"]).weights

@@ -7,14 +7,7 @@ import pytest
 import torch
 from format_support import FORMATS
 
-from orbit_kernels.formats import (
-    Bf16Format,
-    Fp8Format,
-    Int4Format,
-    Mxfp4Format,
-    Nvfp4Format,
-    read_base_scheme,
-)
+from orbit_kernels.formats import Bf16Format, Fp8Format, Int4Format, Mxfp4Format, Nvfp4Format, read_base_scheme
 from orbit_kernels.formats.scheme.write import quantization_config
 
 UP_PROJ, O_PROJ = "model.layers.0.mlp.up_proj", "model.layers.11.self_attn.o_proj"

@@ -7,7 +7,7 @@ import torch
 from format_support import FORMATS, LARGEST_ERROR, quantize, random_weight
 
 from orbit_kernels.formats import Bf16Format, Int4Format, Nvfp4Format
-from orbit_kernels.frozen import StoredWeight
+from orbit_kernels.frozen.product import StoredWeight
 
 ROWS, COLUMNS = 256, 384
 each_format = pytest.mark.parametrize("name", FORMATS)

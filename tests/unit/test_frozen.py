@@ -7,7 +7,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from orbit_kernels.formats import Bf16Format, Int4Format
-from orbit_kernels.frozen import StoredWeight, frozen_matmul
+from orbit_kernels.frozen.product import StoredWeight, frozen_matmul
 
 MIB = 2**20
 COLUMNS, ROWS = 384, (256, 128, 128)

@@ -11,7 +11,7 @@ from format_support import FORMATS, stored
 from live_bytes import LiveBytes
 
 from orbit_kernels.formats import Int4Format
-from orbit_kernels.frozen import StoredWeight, frozen_matmul
+from orbit_kernels.frozen.product import StoredWeight, frozen_matmul
 
 MIB = 2**20
 TOKENS = 256

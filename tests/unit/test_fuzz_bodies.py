@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from orbit_kernels.adapter import AdapterConfig, tensor_name
-from orbit_kernels.methods import AdapterMethod, LoRAMethod, OFTMethod
-from orbit_kernels.wire import MAX_VERSION, Adapter, AdapterError, error_body
-from orbit_sglang import messages
-from orbit_sglang.request_body import NATIVE_PATH, OPENAI_PATHS, OTHER_PATHS, VersionInBody
-from orbit_sglang.routes import Routes
-from orbit_sglang.versions import REQUESTED_VERSION_KEY
+from orbit_kernels.adapters import AdapterMethod, LoRAMethod, OFTMethod
+from orbit_kernels.adapters.config import AdapterConfig, tensor_name
+from orbit_kernels.contract.errors import error_body
+from orbit_kernels.contract.keys import REQUESTED_VERSION_KEY
+from orbit_kernels.contract.payload import Adapter, AdapterError
+from orbit_kernels.contract.versions import MAX_VERSION
+from orbit_sglang.control import messages
+from orbit_sglang.http.request_body import NATIVE_PATH, OPENAI_PATHS, OTHER_PATHS, VersionInBody
+from orbit_sglang.http.routes import Routes
 
 LINEARS = {
     f"model.layers.{layer}.{part}": (32, 32)

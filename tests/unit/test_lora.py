@@ -7,9 +7,9 @@ import torch
 from peft import LoraConfig
 from peft.tuners.lora.layer import Linear as PeftLinear
 
-from orbit_kernels import lora
-from orbit_kernels.adapter import AdapterConfig
-from orbit_kernels.methods import LoRAMethod
+from orbit_kernels.adapters import LoRAMethod
+from orbit_kernels.adapters.config import AdapterConfig
+from orbit_kernels.adapters.lora import reference as lora
 
 ROWS, COLUMNS, RANK, ALPHA = 48, 64, 4, 6.0
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from orbit_kernels.names import EXPERT_NUMBER, is_language, layer_number, unused_tensors, without_expert
+from orbit_kernels.linears.names import EXPERT_NUMBER, is_language, layer_number, unused_tensors, without_expert
 
 KIMI = "language_model."
 LAYER = "model.layers.{}.self_attn.o_proj.weight"

@@ -2,10 +2,10 @@ import pytest
 import torch
 from peft.tuners.oft.layer import OFTRotationModule
 
-from orbit_kernels import oft
-from orbit_kernels.adapter import AdapterConfig
-from orbit_kernels.methods import OFTMethod
-from orbit_kernels.methods.oft import num_blocks, num_entries
+from orbit_kernels.adapters import OFTMethod
+from orbit_kernels.adapters.config import AdapterConfig
+from orbit_kernels.adapters.oft import reference as oft
+from orbit_kernels.adapters.oft.method import num_blocks, num_entries
 
 BLOCK, WIDTH = 16, 64
 MODES = (2, 3, 4, 5, 8, None)

@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers import DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 
-from orbit_kernels.adapter import AdapterConfig
+from orbit_kernels.adapters import LoRAMethod, OFTMethod
+from orbit_kernels.adapters.config import AdapterConfig
+from orbit_kernels.families.architecture import DecoderArchitecture
 from orbit_kernels.formats import Int4Format
 from orbit_kernels.formats.scheme.fields import Rules
-from orbit_kernels.methods import LoRAMethod, OFTMethod
-from orbit_kernels.share import Share, divided_dim
-from orbit_verl.model.architecture import DecoderArchitecture
+from orbit_kernels.linears.share import Share, divided_dim
 from orbit_verl.model.layout import ParallelLayout, ParallelSizes, Ranks
 from orbit_verl.model.sharding import check_stages, check_tensor_parallel, linear_share
 

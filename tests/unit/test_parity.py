@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from orbit_verl.config import ParitySettings
-from orbit_verl.parity import PREFIX, parity_metrics, violations
-from orbit_verl.samples import UNKNOWN_VERSION, token_versions
+from orbit_verl.config.keys import ParitySettings
+from orbit_verl.driver.parity import PREFIX, parity_metrics, violations
+from orbit_verl.driver.samples import UNKNOWN_VERSION, token_versions
 
 
 def test_statistics_by_hand():

@@ -5,9 +5,9 @@ import socket
 import pytest
 import torch
 
+from orbit_kernels.checkpoint.manifest import BaseManifest
 from orbit_kernels.formats import Bf16Format, Int4Format
-from orbit_kernels.manifest import BaseManifest
-from orbit_verl.preflight import PreflightError, check_bases, require_equal, served_manifest
+from orbit_verl.driver.base_check import PreflightError, check_bases, require_equal, served_manifest
 
 UP = "model.layers.0.mlp.up_proj"
 

@@ -5,7 +5,7 @@ import base64
 import pytest
 import torch
 
-from orbit_verl.replica import RejectedSample, check_record, check_reply, decode_record
+from orbit_verl.rollout.replica import RejectedSample, check_record, check_reply, decode_record
 
 
 def reply(num_tokens: int, num_log_probs: int | None, finish: str = "stop") -> dict:

@@ -16,13 +16,13 @@ from omegaconf import OmegaConf
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from verl.utils.config import omega_conf_to_dataclass
 
+from orbit_kernels.adapters import LoRAMethod
 from orbit_kernels.formats import Int4Format
 from orbit_kernels.formats.scheme.write import quantization_config
-from orbit_kernels.methods import LoRAMethod
-from orbit_verl.config import AdapterSettings, BaseSettings, OrbitConfig
-from orbit_verl.engine_config import OrbitActorConfig
+from orbit_verl.config.keys import AdapterSettings, BaseSettings, OrbitConfig
+from orbit_verl.driver.run_config import is_orbit, resolve
 from orbit_verl.model.targets import check_served
-from orbit_verl.run_config import is_orbit, resolve
+from orbit_verl.worker.engine_config import OrbitActorConfig
 from recipes.tiny_arithmetic.tokenizer import build_tokenizer
 
 BASICS = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4", "trainer.nnodes=1")

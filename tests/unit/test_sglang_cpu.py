@@ -5,7 +5,7 @@ import os
 import pytest
 from sglang.srt.utils import get_cpu_ids_by_node
 
-from orbit_sglang.cpu import THREADS_VARIABLE, place_ranks
+from orbit_sglang.cpu.engine import THREADS_VARIABLE, place_ranks
 
 
 @pytest.fixture

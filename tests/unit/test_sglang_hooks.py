@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from orbit_sglang import hooks
+from orbit_sglang.upstream import hooks
 
 LIMIT = object()
 OTHER = object()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from orbit_sglang.naming import part_names, without_language_prefix
+from orbit_sglang.model.naming import part_names, without_language_prefix
 
 
 @pytest.mark.parametrize(

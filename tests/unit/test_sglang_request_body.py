@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from orbit_sglang.request_body import OTHER_PATHS, VersionInBody, move_version
+from orbit_sglang.http.request_body import OTHER_PATHS, VersionInBody, move_version
 
 
 def moved(body: dict, path: str) -> dict:

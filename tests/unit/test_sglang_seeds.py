@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from orbit_sglang.seeds import multinomial_with_seed, murmur_hash32
+from orbit_sglang.cpu.sampling import multinomial_with_seed, murmur_hash32
 
 MASK = 0xFFFFFFFF
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from orbit_sglang.quant.parameter import StackedParameter
+from orbit_sglang.cpu.stacked_parameter import StackedParameter
 
 
 @pytest.fixture

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from orbit_kernels.checkpoint.manifest import BaseManifest
 from orbit_kernels.formats import read_base_scheme
 from orbit_kernels.formats.int4 import Int4Format
 from orbit_kernels.formats.scheme.write import quantization_config
-from orbit_kernels.manifest import BaseManifest
-from orbit_sglang.quant.streamed import StreamedExperts
+from orbit_sglang.base.streamed import StreamedExperts
 
 CONFIG = {"num_hidden_layers": 1, "hidden_size": 64, "moe_intermediate_size": 32, "dtype": "bfloat16"}
 SHAPES = {"gate_proj": (32, 64), "up_proj": (32, 64), "down_proj": (64, 32)}

@@ -2,7 +2,9 @@ import itertools
 
 import pytest
 
-from orbit_sglang.versions import BASE_SLOT, Conflict, SlotVersions, StagedAdapter, extend_spans
+from orbit_sglang.control.slots import BASE_SLOT, StagedAdapter
+from orbit_sglang.http.reporting import extend_spans
+from orbit_sglang.scheduler.versions import Conflict, SlotVersions
 
 
 def stage(versions: SlotVersions, version: int, in_use=None) -> int:

@@ -7,10 +7,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from orbit_kernels.adapter import AdapterConfig, tensor_name
-from orbit_kernels.methods import AdapterMethod, LoRAMethod, OFTMethod
-from orbit_kernels.methods.oft import num_entries
-from orbit_kernels.wire import METADATA_KEY, SHARED_KEY, Adapter, AdapterError
+from orbit_kernels.adapters import AdapterMethod, LoRAMethod, OFTMethod
+from orbit_kernels.adapters.config import AdapterConfig, tensor_name
+from orbit_kernels.adapters.oft.method import num_entries
+from orbit_kernels.contract.payload import METADATA_KEY, SHARED_KEY, Adapter, AdapterError
 
 BLOCK = 16
 METHODS = {"oft": OFTMethod(block_size=BLOCK), "lora": LoRAMethod(rank=4, alpha=8)}

@@ -1,7 +1,7 @@
 """Adapters on the experts of a layer.
 
 An expert's projection has the name that it has in the checkpoint, `model.layers.0.mlp.experts.3.gate_proj`, and its
-adapter's tensors follow from it as for any linear (`orbit_kernels.adapter.tensor_name`). What all experts of a layer share
+adapter's tensors follow from it as for any linear (`orbit_kernels.adapters.config.tensor_name`). What all experts of a layer share
 goes by the name without the number, `model.layers.0.mlp.experts.gate_proj`. peft reads the former where a model holds its
 experts as separate linears; transformers 5 fuses them into one 3-D weight, which peft cannot adapt: merge the adapter there.
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from orbit_kernels.experts.routing import ExpertChunk
 from orbit_kernels.experts.weights import ChunkBuffer, FrozenExperts
-from orbit_kernels.frozen import Activations, StoredWeight
+from orbit_kernels.frozen.product import Activations, StoredWeight
 
 
 class ChunkLinear:
@@ -21,7 +21,7 @@ class ChunkLinear:
         experts: stored weights.
         projections: names of the fused projections, in the order of their outputs.
         buffer: where weights are dequantised, in forward and again in backward.
-        activations: see ``orbit_kernels.frozen``.
+        activations: see ``orbit_kernels.frozen.product``.
     """
 
     def __init__(

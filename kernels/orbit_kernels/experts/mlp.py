@@ -10,7 +10,7 @@ from orbit_kernels.experts.adapter import ExpertAdapter
 from orbit_kernels.experts.linear import ChunkLinear
 from orbit_kernels.experts.routing import Dispatch, ExpertChunk, combine, gather
 from orbit_kernels.experts.weights import DOWN, GATE_UP, ChunkBuffer, FrozenExperts
-from orbit_kernels.frozen import Activations
+from orbit_kernels.frozen.product import Activations
 
 _NO_ADAPTER = ExpertAdapter()
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from orbit_kernels.formats.base import WeightFormat
-from orbit_kernels.frozen import StoredWeight
-from orbit_kernels.fusing import GATE_UP
+from orbit_kernels.formats.common.weight_format import WeightFormat
+from orbit_kernels.frozen.product import StoredWeight
+from orbit_kernels.linears.fusing import GATE_UP
 
 GATE, UP = GATE_UP
 DOWN = "down_proj"

@@ -4,8 +4,8 @@ One package a format, each with ``format.py`` (names, shapes, checks, sharding) 
 specification of every later kernel). ``scheme`` reads which linear of a checkpoint has which format.
 """
 
-from orbit_kernels.formats.base import Tensors, TensorSpec, WeightFormat
 from orbit_kernels.formats.bf16 import Bf16Format
+from orbit_kernels.formats.common.weight_format import Tensors, TensorSpec, WeightFormat
 from orbit_kernels.formats.fp8 import Fp8Format
 from orbit_kernels.formats.int4 import Int4Format
 from orbit_kernels.formats.mxfp4 import Mxfp4Format

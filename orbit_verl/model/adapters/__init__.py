@@ -1,6 +1,6 @@
 """The trained part of each frozen linear: one module for each adapter method."""
 
-from orbit_verl.model.adapters.base import LinearAdapter
+from orbit_verl.model.adapters.linear_adapter import LinearAdapter
 from orbit_verl.model.adapters.lora import LoRAAdapter
 from orbit_verl.model.adapters.oft import OFTAdapter
 

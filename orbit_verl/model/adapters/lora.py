@@ -1,6 +1,6 @@
 """LoRA on a frozen linear: a low-rank product of its input is added to its output.
 
-Rounding is that of ``orbit_kernels.lora``, which the server uses too. A frozen base that rounds its activations rounds
+Rounding is that of ``orbit_kernels.adapters.lora.reference``, which the server uses too. A frozen base that rounds its activations rounds
 them for its own product only.
 
 Dimension suffixes: S sequence, B batch, T tokens (S * B), I input width, O output width, R rank.
@@ -8,9 +8,9 @@ Dimension suffixes: S sequence, B batch, T tokens (S * B), I input width, O outp
 
 import torch
 
-from orbit_kernels import lora
-from orbit_kernels.methods import LoRAMethod
-from orbit_verl.model.adapters.base import LinearAdapter
+from orbit_kernels.adapters import LoRAMethod
+from orbit_kernels.adapters.lora import reference as lora
+from orbit_verl.model.adapters.linear_adapter import LinearAdapter
 
 
 class LoRAAdapter(LinearAdapter):

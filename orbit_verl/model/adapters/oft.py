@@ -5,9 +5,9 @@ Dimension suffixes: S sequence, B batch, I input width, O output width; N blocks
 
 import torch
 
-from orbit_kernels import oft
-from orbit_kernels.methods import OFTMethod
-from orbit_verl.model.adapters.base import LinearAdapter
+from orbit_kernels.adapters import OFTMethod
+from orbit_kernels.adapters.oft import reference as oft
+from orbit_verl.model.adapters.linear_adapter import LinearAdapter
 
 
 class OFTAdapter(LinearAdapter):

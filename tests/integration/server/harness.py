@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import psutil
 import requests
 
-from orbit_kernels.wire import Adapter
+from orbit_kernels.contract.payload import Adapter
 
 START_TIMEOUT_S = 400
 PROMPT = [(17 * index + 5) % 50 + 3 for index in range(24)]

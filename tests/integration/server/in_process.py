@@ -19,10 +19,10 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer, set_global_experts_capturer
 
-from orbit_kernels.wire import Adapter
+from orbit_kernels.contract.payload import Adapter
 from orbit_sglang import plugin
-from orbit_sglang.scheduler import RequestVersion
-from orbit_sglang.versions import BASE_SLOT
+from orbit_sglang.control.slots import BASE_SLOT
+from orbit_sglang.scheduler.slot_scheduler import RequestVersion
 
 OPTIONS = {
     "device": "cpu", "attention_backend": "torch_native", "enable_orbit_slots": True,

@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from orbit_kernels.adapter import AdapterConfig, split_name, tensor_name
-from orbit_kernels.checkpoint import HFCheckpoint
+from orbit_kernels.adapters import AdapterMethod
+from orbit_kernels.adapters.config import AdapterConfig, split_name, tensor_name
+from orbit_kernels.checkpoint.files import HFCheckpoint
+from orbit_kernels.checkpoint.manifest import BaseManifest, first_difference
+from orbit_kernels.contract.payload import Adapter
 from orbit_kernels.formats import Fp8Format, Int4Format, Mxfp4Format, Nvfp4Format, WeightFormat, read_base_scheme
 from orbit_kernels.formats.scheme.write import quantization_config
-from orbit_kernels.frozen import StoredWeight
-from orbit_kernels.fusing import fused_with
-from orbit_kernels.manifest import BaseManifest, first_difference
-from orbit_kernels.methods import AdapterMethod
-from orbit_kernels.wire import Adapter
+from orbit_kernels.frozen.product import StoredWeight
+from orbit_kernels.linears.fusing import fused_with
 
 STYLES: dict[str, WeightFormat] = {
     "fp8": Fp8Format(),

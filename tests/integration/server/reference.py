@@ -7,7 +7,7 @@ from peft import PeftModel
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from orbit_kernels.wire import Adapter
+from orbit_kernels.contract.payload import Adapter
 
 
 def logprobs(checkpoint: pathlib.Path, adapter: Adapter | None, ids: list[int], folder: pathlib.Path) -> torch.Tensor:

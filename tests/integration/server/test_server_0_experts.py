@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from orbit_kernels.adapter import AdapterConfig, tensor_name
+from orbit_kernels.adapters import AdapterMethod, LoRAMethod, OFTMethod
+from orbit_kernels.adapters.config import AdapterConfig, tensor_name
+from orbit_kernels.contract.payload import Adapter
 from orbit_kernels.experts import (
     DOWN,
     GATE,
@@ -17,11 +19,9 @@ from orbit_kernels.experts import (
     expert_module,
 )
 from orbit_kernels.formats import Int4Format
-from orbit_kernels.methods import AdapterMethod, LoRAMethod, OFTMethod
-from orbit_kernels.share import Share
-from orbit_kernels.wire import Adapter
-from orbit_sglang.slotted import LINEARS, BatchSlots, SharedExperts, SlottedExperts, SlottedLinear
-from orbit_sglang.versions import BASE_SLOT, SLOTS
+from orbit_kernels.linears.share import Share
+from orbit_sglang.control.slots import BASE_SLOT, SLOTS
+from orbit_sglang.model.slotted import LINEARS, BatchSlots, SharedExperts, SlottedExperts, SlottedLinear
 
 EXPERTS, HIDDEN, FFN, TOKENS, TOP_K = 6, 32, 64, 24, 2
 SHAPES = {GATE: (FFN, HIDDEN), UP: (FFN, HIDDEN), DOWN: (HIDDEN, FFN)}

@@ -5,13 +5,13 @@ import torch
 from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, ReplicatedLinear, RowParallelLinear
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
-from orbit_kernels.adapter import AdapterConfig, tensor_name
-from orbit_kernels.methods import AdapterMethod, LoRAMethod, OFTMethod
-from orbit_kernels.wire import Adapter, AdapterError
-from orbit_sglang.config import SlotsConfig
-from orbit_sglang.sharding import shares
-from orbit_sglang.slots import BatchSlots, SlotBank
-from orbit_sglang.slotted import oft
+from orbit_kernels.adapters import AdapterMethod, LoRAMethod, OFTMethod
+from orbit_kernels.adapters.config import AdapterConfig, tensor_name
+from orbit_kernels.contract.payload import Adapter, AdapterError
+from orbit_sglang.model.sharding import shares
+from orbit_sglang.model.slots import BatchSlots, SlotBank
+from orbit_sglang.model.slotted import oft
+from orbit_sglang.startup.options import SlotsConfig
 
 WIDTH, BLOCK = 64, 16
 PARTS = ("q_proj", "k_proj", "v_proj")

@@ -9,7 +9,7 @@ import tiny_models
 import torch
 from harness import PROMPT, Running, output_logprobs, prompt_logprobs, spans, wait_for
 
-from orbit_kernels.wire import Adapter
+from orbit_kernels.contract.payload import Adapter
 
 TEXT = "1+2=?"
 

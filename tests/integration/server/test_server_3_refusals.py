@@ -8,7 +8,7 @@ import tiny_models
 import torch
 from harness import output_logprobs
 
-from orbit_kernels.wire import Adapter
+from orbit_kernels.contract.payload import Adapter
 
 GOOD = tiny_models.random_adapter(1)
 NAMES = sorted(GOOD.tensors)

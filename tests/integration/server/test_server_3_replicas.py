@@ -9,10 +9,11 @@ from harness import Server, spans
 from test_server_3_slot_client import Link
 from tiny_models import random_adapter
 
-from orbit_kernels.wire import Adapter
-from orbit_verl.config import SlotSettings
-from orbit_verl.slot_client import SlotError
-from orbit_verl.sync import OrbitCheckpointEngine, version_of
+from orbit_kernels.contract.payload import Adapter
+from orbit_kernels.contract.versions import version_of
+from orbit_verl.config.keys import SlotSettings
+from orbit_verl.publishing.checkpoint_engine import OrbitCheckpointEngine
+from orbit_verl.publishing.slot_client import SlotError
 
 FAILED = ["error"] * 40
 NO_FAULT = "none"

@@ -10,8 +10,8 @@ import pytest
 from harness import Server
 from tiny_models import random_adapter
 
-from orbit_kernels.wire import Adapter
-from orbit_verl.slot_client import SlotClient, SlotError
+from orbit_kernels.contract.payload import Adapter
+from orbit_verl.publishing.slot_client import SlotClient, SlotError
 
 
 class Link:

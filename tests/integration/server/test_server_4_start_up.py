@@ -74,7 +74,8 @@ def test_server_args_know_the_flags_as_fields(server_args):
 
 
 def test_every_hook_is_applied(server_args):
-    from orbit_sglang import hooks, plugin
+    from orbit_sglang import plugin
+    from orbit_sglang.upstream import hooks
 
     report = hooks.hook_report()
     assert len(report) == len(plugin.hook_table()) and [status for status in report if status.problem] == []
@@ -115,7 +116,8 @@ def test_a_plain_server_may_use_what_slots_cannot(server_args):
 def test_a_hook_that_is_not_applied_stops_the_start(server_args, monkeypatch):
     from sglang.srt.plugins.hook_registry import HookType
 
-    from orbit_sglang import forward, hooks
+    from orbit_sglang.model import forward
+    from orbit_sglang.upstream import hooks
 
     lost = hooks.Hook(
         "sglang.srt.managers.scheduler.Scheduler.gone", HookType.AFTER, forward.after_load_model, ("self",)

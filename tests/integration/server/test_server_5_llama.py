@@ -18,7 +18,7 @@ from orbit_cli import doctor
 from orbit_cli.doctor import State
 from orbit_cli.main import app
 from orbit_cli.server_checks import server_checks
-from orbit_kernels.manifest import BaseManifest
+from orbit_kernels.checkpoint.manifest import BaseManifest
 
 # ../shared/docs/interfaces.md, with the statuses of a malformed request, of a missing key and of a scheduler that is late.
 CONTRACT = {

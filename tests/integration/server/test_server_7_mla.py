@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 from transformers import AutoModelForCausalLM
 
-from orbit_kernels.checkpoint import HFCheckpoint
+from orbit_kernels.adapters import LoRAMethod, OFTMethod
+from orbit_kernels.checkpoint.files import HFCheckpoint
+from orbit_kernels.checkpoint.manifest import BaseManifest
+from orbit_kernels.contract.payload import METADATA_KEY, AdapterError
 from orbit_kernels.formats import Fp8Format, read_base_scheme
-from orbit_kernels.frozen import StoredWeight
-from orbit_kernels.manifest import BaseManifest
-from orbit_kernels.methods import LoRAMethod, OFTMethod
-from orbit_kernels.wire import METADATA_KEY, AdapterError
-from orbit_sglang.quant.preflight import check_checkpoint
-from orbit_sglang.versions import BASE_SLOT, SLOTS
+from orbit_kernels.frozen.product import StoredWeight
+from orbit_sglang.control.slots import BASE_SLOT, SLOTS
+from orbit_sglang.startup.checkpoint_check import check_checkpoint
 
 PROMPT = [4, 9, 33, 12, 50, 7, 7, 20]
 SHORT = PROMPT[:5]
@@ -369,7 +369,7 @@ def test_other_fp8_blocks_are_refused_on_a_gpu(bf16, tmp_path, monkeypatch):
 
 def test_kernels_that_go_past_an_adapter_are_refused(bf16, monkeypatch):
     """The CPU of the tests has none of them."""
-    monkeypatch.setattr("orbit_sglang.quant.preflight.cpu_has_amx_support", lambda: True)
+    monkeypatch.setattr("orbit_sglang.startup.checkpoint_check.cpu_has_amx_support", lambda: True)
     with pytest.raises(ValueError, match="past the adapters of its shared experts"):
         check_checkpoint(str(bf16), "cpu")
     check_checkpoint(str(bf16), "cuda")

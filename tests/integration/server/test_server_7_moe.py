@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from orbit_kernels.checkpoint import HFCheckpoint
-from orbit_kernels.manifest import BaseManifest
-from orbit_sglang.quant.experts import ReferenceExperts
-from orbit_sglang.quant.preflight import check_checkpoint
+from orbit_kernels.checkpoint.files import HFCheckpoint
+from orbit_kernels.checkpoint.manifest import BaseManifest
+from orbit_sglang.cpu.experts import ReferenceExperts
+from orbit_sglang.startup.checkpoint_check import check_checkpoint
 
 PROMPT = [4, 9, 33, 12, 50, 7, 7, 20]
 STYLES = ("int4", "fp8", "mxfp4")

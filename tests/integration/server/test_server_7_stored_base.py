@@ -13,11 +13,11 @@ from quantized_models import difference_from_files
 from safetensors.torch import load_file, save_file
 from sglang.srt.layers.linear import LinearBase
 
-from orbit_kernels.checkpoint import HFCheckpoint
-from orbit_kernels.frozen import frozen_matmul
-from orbit_kernels.manifest import BaseManifest
-from orbit_sglang.naming import part_names
-from orbit_sglang.quant.preflight import check_checkpoint
+from orbit_kernels.checkpoint.files import HFCheckpoint
+from orbit_kernels.checkpoint.manifest import BaseManifest
+from orbit_kernels.frozen.product import frozen_matmul
+from orbit_sglang.model.naming import part_names
+from orbit_sglang.startup.checkpoint_check import check_checkpoint
 
 STYLES = list(quantized_models.STYLES)
 FAMILIES = ("qwen3", "llama")
@@ -137,7 +137,7 @@ def test_what_only_the_reference_computes_is_refused_on_a_gpu(servers, style):
 
 def test_a_tensor_that_sglang_does_not_load_stops_the_start(servers, monkeypatch):
     """SGLang looks the block scales of a Llama up under another name, warns, and would serve uninitialised ones."""
-    monkeypatch.setattr("orbit_sglang.quant.fp8._rename", lambda layer, old, new: None)
+    monkeypatch.setattr("orbit_sglang.cpu.fp8._rename", lambda layer, old, new: None)
     with pytest.raises(ValueError, match=r"q_proj\.weight_scale_inv: 4 of 4 scales are NaN"):
         with in_process.served(servers.quantized("llama", "fp8"), dtype="bfloat16"):
             pass

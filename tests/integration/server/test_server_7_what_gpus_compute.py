@@ -7,9 +7,9 @@ import torch
 from quantized_models import difference_from_files
 from safetensors.torch import load_file, save_file
 
-from orbit_kernels.manifest import BaseManifest
-from orbit_sglang.quant import stored
-from orbit_sglang.quant.preflight import check_checkpoint
+from orbit_kernels.checkpoint.manifest import BaseManifest
+from orbit_sglang.base import stored
+from orbit_sglang.startup.checkpoint_check import check_checkpoint
 
 GLOBAL_SCALES = {"nvfp4": "weight_global_scale", "nvfp4_modelopt": "weight_scale_2"}
 

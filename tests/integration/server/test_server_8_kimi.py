@@ -7,9 +7,9 @@ import tiny_models
 import torch
 from harness import PROMPT, output_logprobs, prompt_logprobs, spans
 
-from orbit_kernels.checkpoint import HFCheckpoint
-from orbit_kernels.manifest import BaseManifest
-from orbit_kernels.methods import OFTMethod
+from orbit_kernels.adapters import OFTMethod
+from orbit_kernels.checkpoint.files import HFCheckpoint
+from orbit_kernels.checkpoint.manifest import BaseManifest
 
 FLAGS = ("--enable-orbit-slots", "--orbit-base-activations", "none", "--orbit-block-size", "16", "--dtype", "float32")
 TOKENS = 24

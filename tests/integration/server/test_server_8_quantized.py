@@ -8,7 +8,7 @@ import torch
 from harness import PROMPT, output_logprobs, prompt_logprobs
 from peft import PeftModel
 
-from orbit_kernels.manifest import BaseManifest
+from orbit_kernels.checkpoint.manifest import BaseManifest
 
 FLAGS = ("--enable-orbit-slots", "--orbit-base-activations", "none")
 CASES = [

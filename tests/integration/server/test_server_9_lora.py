@@ -9,8 +9,8 @@ import tiny_models
 import torch
 from harness import PROMPT, output_logprobs, prompt_logprobs, spans
 
-from orbit_kernels.methods import LoRAMethod
-from orbit_kernels.wire import METADATA_KEY, Adapter
+from orbit_kernels.adapters import LoRAMethod
+from orbit_kernels.contract.payload import METADATA_KEY, Adapter
 
 LORA = LoRAMethod(rank=4, alpha=6)
 

@@ -6,7 +6,7 @@ import quantized_models
 import torch
 from transformers import AutoTokenizer
 
-from orbit_kernels.manifest import BaseManifest
+from orbit_kernels.checkpoint.manifest import BaseManifest
 from recipes.smollm2_135m.checkpoint import write_checkpoint
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ from harness import PROMPT, output_logprobs, spans
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orbit_kernels.wire import Adapter
+from orbit_kernels.contract.payload import Adapter
 
 STAGED = tiny_models.random_adapter(3, targets=("o_proj", "down_proj"))
 GENERATION = {"input_ids": PROMPT, "orbit_version": 0, "sampling_params": {"max_new_tokens": 1, "ignore_eos": True}}

@@ -14,8 +14,8 @@ import requests
 from harness import QWEN3_FLAGS, Running, Server, output_logprobs, wait_for
 from tiny_models import random_adapter
 
-from orbit_kernels.wire import Adapter
-from orbit_verl.slot_client import SlotClient, SlotError
+from orbit_kernels.contract.payload import Adapter
+from orbit_verl.publishing.slot_client import SlotClient, SlotError
 
 CLEAR_ERROR_S = 10
 # Sends the first bytes of a payload to a stage route, says so, and never reads the answer.

@@ -20,8 +20,8 @@ from sglang.bench_one_batch import decode, extend
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from orbit_sglang.scheduler import RequestVersion
-from orbit_sglang.versions import BASE_SLOT
+from orbit_sglang.control.slots import BASE_SLOT
+from orbit_sglang.scheduler.slot_scheduler import RequestVersion
 
 pytestmark = pytest.mark.slow
 

@@ -6,8 +6,8 @@ import tiny_models
 import torch
 from harness import PROMPT, TWO_RANKS, output_logprobs, prompt_logprobs
 
-from orbit_kernels.manifest import BaseManifest
-from orbit_kernels.methods import OFTMethod
+from orbit_kernels.adapters import OFTMethod
+from orbit_kernels.checkpoint.manifest import BaseManifest
 
 FLAGS = ("--enable-orbit-slots", "--orbit-block-size", "16", "--dtype", "float32", *TWO_RANKS)
 KV_B = "model.layers.1.self_attn.kv_b_proj.weight"

@@ -24,9 +24,9 @@ from test_server_2_activation import (  # noqa: F401
 )
 from test_server_8_quantized import assert_close, expected_logprobs, served_logprobs
 
-from orbit_kernels.checkpoint import HFCheckpoint
-from orbit_kernels.manifest import BaseManifest
-from orbit_kernels.methods import LoRAMethod
+from orbit_kernels.adapters import LoRAMethod
+from orbit_kernels.checkpoint.files import HFCheckpoint
+from orbit_kernels.checkpoint.manifest import BaseManifest
 
 FLAGS = (*harness.QWEN3_FLAGS, "--orbit-seeded-sampling", "--enable-metrics", *TWO_RANKS)
 INT4_FLAGS = (*harness.LORA_FLAGS, "--orbit-base-activations", "none", *TWO_RANKS)

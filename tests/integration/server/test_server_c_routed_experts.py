@@ -22,7 +22,7 @@ from peft import PeftModel
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from orbit_kernels.wire import Adapter
+from orbit_kernels.contract.payload import Adapter
 
 LAYERS, TOP_K = tiny_models.SIZES["num_hidden_layers"], 2
 LONG_PROMPT = [(7 * index + 3) % 50 + 3 for index in range(150)]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from expert_parallel_engine import engine_of, state, train_step
 from trainer_support import sequences
 
-from orbit_verl import checkpoint
+from orbit_verl.worker import checkpoint
 
 CRASHED = 3
 """Exit code of the rank that dies on purpose."""

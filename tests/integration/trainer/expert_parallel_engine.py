@@ -7,7 +7,7 @@ import torch.distributed as dist
 from moe_support import LATENT_TARGETS, random_record
 from trainer_support import log_probs, make_batch, make_engine, nll, sequences
 
-from orbit_verl.config import BaseSettings
+from orbit_verl.config.keys import BaseSettings
 
 PLAIN = BaseSettings(activations="none", experts_per_chunk=3)
 

@@ -13,9 +13,9 @@ from torch.func import functional_call
 from trainer_support import SMALL, VOCAB, response_mask
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from orbit_kernels.adapter import split_name
-from orbit_kernels.fusing import FUSED_PARTS
-from orbit_verl.engine import OrbitEngine
+from orbit_kernels.adapters.config import split_name
+from orbit_kernels.linears.fusing import FUSED_PARTS
+from orbit_verl.worker.engine import OrbitEngine
 
 EXPERTS, TOP_K, FFN, LAYERS = 8, 2, 64, 3
 LATENT_TARGETS = (

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from orbit_kernels.formats import Fp8Format, Int4Format, Mxfp4Format, Nvfp4Format, WeightFormat
 from orbit_kernels.formats.scheme.write import quantization_config
-from orbit_kernels.fusing import GATE_UP, fused_with
+from orbit_kernels.linears.fusing import GATE_UP, fused_with
 
 FORMATS: dict[str, WeightFormat] = {
     "fp8": Fp8Format(),

@@ -19,8 +19,8 @@ sys.path.append(str(Path(__file__).parents[1] / "server"))
 
 import in_process  # noqa: E402
 
-from orbit_kernels.wire import Adapter  # noqa: E402
-from orbit_sglang.quant import experts  # noqa: E402
+from orbit_kernels.contract.payload import Adapter  # noqa: E402
+from orbit_sglang.cpu import experts  # noqa: E402
 
 # SGLang writes the record within the forward pass when no schedule overlaps it.
 RECORDING = {"enable_return_routed_experts": True, "disable_overlap_schedule": True}

@@ -19,11 +19,11 @@ from trainer_support import (
     train_step,
 )
 
-from orbit_kernels.adapter import tensor_name
-from orbit_kernels.methods import OFTMethod
-from orbit_kernels.wire import Adapter
-from orbit_verl.adapter import read_peft_folder, write_peft_folder
+from orbit_kernels.adapters import OFTMethod
+from orbit_kernels.adapters.config import tensor_name
+from orbit_kernels.contract.payload import Adapter
 from orbit_verl.model.naming import frozen_linears
+from orbit_verl.worker.adapter import read_peft_folder, write_peft_folder
 
 FP32, BF16 = torch.float32, torch.bfloat16
 METHODS = {

@@ -26,9 +26,9 @@ from trainer_support import (
     write_checkpoint,
 )
 
-from orbit_kernels.manifest import BaseManifest
-from orbit_verl import checkpoint
-from orbit_verl.adapter import PEFT_WEIGHTS_FILE, write_peft_folder
+from orbit_kernels.checkpoint.manifest import BaseManifest
+from orbit_verl.worker import checkpoint
+from orbit_verl.worker.adapter import PEFT_WEIGHTS_FILE, write_peft_folder
 
 SCRIPT = Path(__file__).with_name("expert_parallel_rank.py")
 FP32, BF16 = torch.float32, torch.bfloat16

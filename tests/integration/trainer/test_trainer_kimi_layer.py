@@ -4,8 +4,8 @@ import pytest
 from megatron.core import parallel_state as mpu
 
 from benchmarks.kimi_layer import TARGETS, measure
-from orbit_verl import megatron_cpu
-from orbit_verl.config import AdapterSettings, BaseSettings
+from orbit_verl.config.keys import AdapterSettings, BaseSettings
+from orbit_verl.cpu import megatron as megatron_cpu
 
 EXPERTS, HIDDEN, FFN = 16, 7168, 2048
 PACKED, BF16 = 0.5 + 2 / 32, 2  # bytes a weight: INT4 with a BF16 scale for 32, and BF16

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from orbit_kernels.formats import Bf16Format, Nvfp4Format
-from orbit_kernels.share import Share
-from orbit_verl.config import BaseSettings
+from orbit_kernels.linears.share import Share
+from orbit_verl.config.keys import BaseSettings
 from orbit_verl.model.linear import FrozenLinear
 
 ROWS, WIDTH, TOKENS = {"q_proj": 192, "k_proj": 64, "v_proj": 64}, 160, 12

@@ -21,15 +21,15 @@ from transformers import AutoConfig
 from verl.trainer.config import CheckpointConfig
 from verl.workers.config import HFModelConfig, McoreOptimizerConfig
 
-from orbit_kernels.fusing import GATE_UP
-from orbit_verl.config import BaseSettings
-from orbit_verl.engine import OrbitEngine
-from orbit_verl.engine_config import OrbitEngineConfig
-from orbit_verl.model.architecture import DecoderArchitecture
+from orbit_kernels.families.architecture import DecoderArchitecture
+from orbit_kernels.linears.fusing import GATE_UP
+from orbit_verl.config.keys import BaseSettings
 from orbit_verl.model.build import build_model, transformer_config
 from orbit_verl.model.layout import ParallelLayout
 from orbit_verl.model.modules import residual_sum
 from orbit_verl.model.naming import named_tensors
+from orbit_verl.worker.engine import OrbitEngine
+from orbit_verl.worker.engine_config import OrbitEngineConfig
 
 FP32, BF16 = torch.float32, torch.bfloat16
 DOWN = "model.layers.1.mlp.down_proj.weight"

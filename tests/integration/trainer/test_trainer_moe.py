@@ -26,8 +26,8 @@ from trainer_support import (
 )
 from transformers import AutoConfig
 
-from orbit_verl.config import BaseSettings
-from orbit_verl.model.architecture import DecoderArchitecture
+from orbit_kernels.families.architecture import DecoderArchitecture
+from orbit_verl.config.keys import BaseSettings
 from orbit_verl.model.tensors import open_checkpoint
 
 PLAIN = BaseSettings(activations="none", experts_per_chunk=3)

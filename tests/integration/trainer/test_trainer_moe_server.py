@@ -11,9 +11,9 @@ from moe_support import LATENT_TARGETS, write_deepseek, write_moe
 from quantized import quantize, weight_format
 from trainer_support import log_probs, make_engine, randomise
 
-from orbit_kernels.manifest import BaseManifest, first_difference
-from orbit_verl.config import BaseSettings
-from orbit_verl.engine import OrbitEngine
+from orbit_kernels.checkpoint.manifest import BaseManifest, first_difference
+from orbit_verl.config.keys import BaseSettings
+from orbit_verl.worker.engine import OrbitEngine
 
 PROMPT = [5, 9, 2, 77, 31, 4, 120, 8]
 NUM_TOKENS = 16

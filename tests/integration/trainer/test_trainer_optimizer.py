@@ -5,7 +5,7 @@ from trainer_support import make_batch, make_engine, nll, randomise, sequences, 
 from verl.workers.config import McoreOptimizerConfig
 
 from orbit_verl.model.layout import ParallelLayout
-from orbit_verl.optimizer import AdapterOptimizer, build_scheduler
+from orbit_verl.worker.optimizer import AdapterOptimizer, build_scheduler
 
 FP32, BF16 = torch.float32, torch.bfloat16
 

@@ -24,9 +24,9 @@ from trainer_support import (
     write_checkpoint,
 )
 
-from orbit_kernels.manifest import BaseManifest
-from orbit_verl.engine_config import OrbitEngineConfig
+from orbit_kernels.checkpoint.manifest import BaseManifest
 from orbit_verl.model.linear import FrozenLinear
+from orbit_verl.worker.engine_config import OrbitEngineConfig
 
 SCRIPT = Path(__file__).with_name("parallel_rank.py")
 FP32, BF16 = torch.float32, torch.bfloat16

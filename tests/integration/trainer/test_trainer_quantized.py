@@ -24,10 +24,10 @@ from trainer_support import (
     train_step,
 )
 
-from orbit_verl.adapter import write_peft_folder
-from orbit_verl.config import BaseSettings
-from orbit_verl.memory import resident_bytes
+from orbit_verl.config.keys import BaseSettings
 from orbit_verl.model.naming import named_tensors
+from orbit_verl.worker.adapter import write_peft_folder
+from orbit_verl.worker.memory import resident_bytes
 
 FP32, BF16 = torch.float32, torch.bfloat16
 KINDS = ("qwen3", "llama")

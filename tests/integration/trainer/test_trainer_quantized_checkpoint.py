@@ -10,10 +10,10 @@ from quantized import FORMATS, edit_config, quantize, weight_format
 from trainer_support import log_probs, make_engine, max_difference, sequences
 from transformers import AutoConfig
 
-from orbit_verl.base import base_manifest
-from orbit_verl.model.architecture import DecoderArchitecture
+from orbit_kernels.families.architecture import DecoderArchitecture
 from orbit_verl.model.naming import named_tensors
 from orbit_verl.model.tensors import linear_formats, open_checkpoint
+from orbit_verl.worker.base_manifest import base_manifest
 
 BF16 = torch.bfloat16
 UP = "model.layers.1.mlp.up_proj"

@@ -31,8 +31,8 @@ from trainer_support import (
 )
 from verl.workers.config.engine import EngineRouterReplayConfig
 
-from orbit_verl.config import BaseSettings
-from orbit_verl.model.architecture import MixtureOfExperts
+from orbit_kernels.families.architecture import MixtureOfExperts
+from orbit_verl.config.keys import BaseSettings
 from orbit_verl.model.router import FrozenBiasedRouter, FrozenRouter
 
 PLAIN = BaseSettings(activations="none", experts_per_chunk=3)

@@ -7,8 +7,8 @@ from quantized import FORMATS, quantize
 from tiny_models import save_qwen3
 from trainer_support import make_batch, make_engine, randomise
 
+from orbit_verl.driver.base_check import PreflightError, check_bases, served_manifest
 from orbit_verl.model.naming import named_tensors
-from orbit_verl.preflight import PreflightError, check_bases, served_manifest
 
 PROMPTS = [[(7 * index + start) % 50 + 3 for index in range(length)] for start, length in ((1, 9), (2, 24), (3, 40))]
 NUM_TOKENS = 48

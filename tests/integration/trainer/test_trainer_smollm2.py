@@ -7,8 +7,8 @@ from safetensors.torch import load_file
 from trainer_support import log_probs, make_engine
 from transformers import AutoTokenizer
 
-from orbit_verl.config import BaseSettings
-from orbit_verl.memory import resident_bytes
+from orbit_verl.config.keys import BaseSettings
+from orbit_verl.worker.memory import resident_bytes
 from recipes.smollm2_135m.checkpoint import write_checkpoint
 
 pytestmark = pytest.mark.slow

@@ -20,10 +20,10 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.dataset_utils import DatasetPadMode
 from verl.workers.config import HFModelConfig, McoreOptimizerConfig
 
-from orbit_kernels.fusing import FUSED_PARTS
-from orbit_verl.config import AdapterSettings, BaseSettings
-from orbit_verl.engine import OrbitEngine
-from orbit_verl.engine_config import OrbitEngineConfig
+from orbit_kernels.linears.fusing import FUSED_PARTS
+from orbit_verl.config.keys import AdapterSettings, BaseSettings
+from orbit_verl.worker.engine import OrbitEngine
+from orbit_verl.worker.engine_config import OrbitEngineConfig
 
 VOCAB = 128
 LENGTHS = (30, 17, 40, 24)

@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from orbit_kernels.formats.base import Tensors, TensorSpec, WeightFormat, check_range
 from orbit_kernels.formats.bf16 import reference
+from orbit_kernels.formats.common.weight_format import Tensors, TensorSpec, WeightFormat, check_range
 
 DTYPES = (torch.bfloat16, torch.float32)
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from orbit_kernels.formats.base import Tensors, TensorSpec, WeightFormat, check_range, scale_problems
+from orbit_kernels.formats.common.weight_format import Tensors, TensorSpec, WeightFormat, check_range, scale_problems
 from orbit_kernels.formats.fp8 import reference
 
 SCALE_DTYPES = ("float32", "ue8m0")

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from orbit_kernels.formats.base import Tensors, TensorSpec, WeightFormat, check_range, scale_problems
+from orbit_kernels.formats.common.weight_format import Tensors, TensorSpec, WeightFormat, check_range, scale_problems
 from orbit_kernels.formats.int4 import reference
 
 SHAPE_LEAF = "weight_shape"

@@ -8,7 +8,7 @@ Dimension suffixes: O rows, R some of the rows, I columns, G groups of columns, 
 
 import torch
 
-from orbit_kernels.formats import nibbles
+from orbit_kernels.formats.common import nibbles
 
 PER_WORD = 8
 _VALUES = tuple(float(code - 8) for code in range(16))

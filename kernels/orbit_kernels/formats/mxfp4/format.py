@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from orbit_kernels.formats.base import Tensors, TensorSpec, WeightFormat, check_range
+from orbit_kernels.formats.common.weight_format import Tensors, TensorSpec, WeightFormat, check_range
 from orbit_kernels.formats.mxfp4 import reference
 from orbit_kernels.formats.mxfp4.reference import BIAS, GROUP, NAN_BYTE
 

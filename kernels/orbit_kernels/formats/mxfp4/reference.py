@@ -5,7 +5,7 @@ Dimension suffixes: O rows, R some of the rows, I columns, G groups of 32 column
 
 import torch
 
-from orbit_kernels.formats import e2m1, nibbles
+from orbit_kernels.formats.common import e2m1, nibbles
 
 GROUP = 32
 BIAS = 127

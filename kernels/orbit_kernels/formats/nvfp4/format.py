@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from orbit_kernels.formats import e2m1
-from orbit_kernels.formats.base import Tensors, TensorSpec, WeightFormat, check_range, scale_problems
+from orbit_kernels.formats.common import e2m1
+from orbit_kernels.formats.common.weight_format import Tensors, TensorSpec, WeightFormat, check_range, scale_problems
 from orbit_kernels.formats.nvfp4 import reference
 from orbit_kernels.formats.nvfp4.reference import FP8_MAX, GROUP
 

@@ -5,7 +5,7 @@ Dimension suffixes: O rows, R some of the rows, I columns, G groups of 16 column
 
 import torch
 
-from orbit_kernels.formats import e2m1, nibbles
+from orbit_kernels.formats.common import e2m1, nibbles
 from orbit_kernels.formats.fp8.reference import FP8, FP8_MAX
 from orbit_kernels.formats.fp8.reference import decode as decode_e4m3
 

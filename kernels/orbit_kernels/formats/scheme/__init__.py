@@ -4,6 +4,6 @@ A configuration that asks for anything that is not implemented is refused by nam
 trainer and in the server is worse than none. One module reads each ``quant_method``.
 """
 
-from orbit_kernels.formats.scheme.base import BaseScheme, read_base_scheme
+from orbit_kernels.formats.scheme.base_scheme import BaseScheme, read_base_scheme
 
 __all__ = ["BaseScheme", "read_base_scheme"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from orbit_kernels.formats.base import WeightFormat
+from orbit_kernels.formats.common.weight_format import WeightFormat
 from orbit_kernels.formats.int4 import Int4Format
 from orbit_kernels.formats.mxfp4 import Mxfp4Format
 from orbit_kernels.formats.mxfp4.reference import GROUP as MXFP4_GROUP

@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from orbit_kernels.formats.base import WeightFormat
+from orbit_kernels.formats.common.weight_format import WeightFormat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

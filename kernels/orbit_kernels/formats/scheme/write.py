@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from orbit_kernels.formats.base import WeightFormat
+from orbit_kernels.formats.common.weight_format import WeightFormat
 from orbit_kernels.formats.fp8 import Fp8Format
 from orbit_kernels.formats.int4 import Int4Format
 from orbit_kernels.formats.mxfp4 import Mxfp4Format

@@ -1,0 +1,13 @@
+"""Adapter methods: siblings that differ in how they change a linear, and in nothing else.
+
+Importable without torch; the numerics of each method are in the module of its name one level up.
+"""
+
+from orbit_kernels.adapters.common.method import AdapterMethod
+from orbit_kernels.adapters.lora.method import LoRAMethod
+from orbit_kernels.adapters.oft.method import OFTMethod
+
+METHODS: dict[str, type[AdapterMethod]] = {method.type: method for method in (OFTMethod, LoRAMethod)}
+"""Every method by its ``orbit.adapter.type``."""
+
+__all__ = ["METHODS", "AdapterMethod", "LoRAMethod", "OFTMethod"]

@@ -1,0 +1,1 @@
+"""What the adapter methods have in common."""

@@ -1,0 +1,1 @@
+"""Low-rank adaptation: the method and its numerics in plain torch."""

@@ -1,0 +1,132 @@
+"""LoRA as an adapter method: ``y = x W^T + s (x A^T) B^T``, see ``orbit_kernels.adapters.lora.reference`` for the mathematics."""
+
+import dataclasses
+import math
+import reprlib
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from orbit_kernels.adapters.common.method import AdapterMethod, is_int, refuse_options
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
+
+# Variants of LoRA in peft that compute something else, with the value that switches each off.
+_ACCEPTED_PEFT_VALUES: dict[str, Any] = {
+    "alora_invocation_tokens": None,
+    "alpha_pattern": {},
+    "arrow_config": None,
+    "kasa_config": None,
+    "layer_replication": None,
+    "lora_bias": False,
+    "lora_dropout": 0.0,
+    "monteclora_config": None,
+    "rank_pattern": {},
+    "target_parameters": None,
+    "trainable_token_indices": None,
+    "use_bdlora": None,
+    "use_dora": False,
+    "use_qalora": False,
+    "use_rslora": False,
+    "velora_config": None,
+}
+
+# Initialisations that leave the base weight as it is; the others (PiSSA, OLoRA, LoftQ, CorDA, LoRA-GA) subtract from it.
+_INITIALISATIONS = (True, False, "gaussian", "orthogonal", "eva")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoRAMethod(AdapterMethod):
+    """Low-rank update of a linear.
+
+    Args:
+        rank: R.
+        alpha: the update is scaled by ``alpha / rank``.
+
+    Raises:
+        ValueError: a field is out of range.
+    """
+
+    type: ClassVar[str] = "lora"
+    size_field: ClassVar[str] = "rank"
+    peft_type: ClassVar[str] = "LORA"
+    leaves: ClassVar[tuple[str, ...]] = ("lora_A", "lora_B")
+    shared_leaf: ClassVar[str] = "lora_A"
+    acts_on_input: ClassVar[bool] = False
+
+    rank: int = 16
+    alpha: float = 32.0
+
+    def __post_init__(self):
+        if not is_int(self.rank) or self.rank < 1:
+            raise ValueError(f"rank {self.rank!r}: must be an integer of at least 1, e.g. 16")
+        number = is_int(self.alpha) or isinstance(self.alpha, float)
+        if not number or not 0 < self.alpha <= sys.float_info.max:
+            raise ValueError(f"alpha {reprlib.repr(self.alpha)}: must be a number greater than 0, e.g. twice the rank")
+        # Configurations are compared and hashed as text: 32 and 32.0 are one adapter.
+        object.__setattr__(self, "alpha", float(self.alpha))
+
+    @property
+    def scaling(self) -> float:
+        """s."""
+        return self.alpha / self.rank
+
+    def shapes(self, rows: int, columns: int, name: str = "input") -> dict[str, tuple[int, ...]]:
+        """A [R, I] and B [O, R]."""
+        return {"lora_A": (self.rank, columns), "lora_B": (rows, self.rank)}
+
+    def to_peft(self) -> dict[str, Any]:
+        """Keys of peft's ``LoraConfig``."""
+        return {"r": self.rank, "lora_alpha": self.alpha, "init_lora_weights": True, **_ACCEPTED_PEFT_VALUES}
+
+    @classmethod
+    def from_peft(cls, peft: Mapping[str, Any]) -> "LoRAMethod":
+        """Read ``LoraConfig``."""
+        refuse_options(peft, _ACCEPTED_PEFT_VALUES)
+        initialisation = peft.get("init_lora_weights", True)
+        if initialisation not in _INITIALISATIONS:
+            raise ValueError(
+                f"init_lora_weights {initialisation!r}: it changes the base weights, so the adapter does not fit the frozen "
+                "base; convert it when saving (peft's path_initial_model_for_weight_conversion)"
+            )
+        return cls(rank=peft.get("r", 8), alpha=peft.get("lora_alpha", 8))
+
+    def initial(self, rows: int, columns: int, generator: "Generator") -> dict[str, "Tensor"]:
+        """A uniform within ``1 / sqrt(I)``, B zero, as peft starts (Kaiming's rule with ``a = sqrt(5)``)."""
+        import torch
+
+        shapes = self.shapes(rows, columns)
+        a_RI = torch.empty(shapes["lora_A"], device=generator.device)
+        bound = 1 / math.sqrt(columns)
+        return {
+            "lora_A": a_RI.uniform_(-bound, bound, generator=generator),
+            "lora_B": torch.zeros(shapes["lora_B"], device=generator.device),
+        }
+
+    def linear(self, x_TI: "Tensor", weight_OI: "Tensor", tensors: Mapping[str, "Tensor"]) -> "Tensor":
+        """``x W^T + s (x A^T) B^T``."""
+        from orbit_kernels.adapters.lora import reference as lora
+
+        down_RI, up_OR = tensors["lora_A"], lora.scaled(tensors["lora_B"], self.scaling)
+        return x_TI @ weight_OI.T + lora.update(x_TI, down_RI, up_OR)
+
+    def merge(self, weight_OI: "Tensor", tensors: Mapping[str, "Tensor"]) -> "Tensor":
+        """``W + s B A``."""
+        from orbit_kernels.adapters.lora import reference as lora
+
+        return lora.merge(weight_OI, tensors["lora_A"], tensors["lora_B"], self.scaling)
+
+    def unmerge(self, merged_OI: "Tensor", tensors: Mapping[str, "Tensor"]) -> "Tensor":
+        """``W - s B A``."""
+        from orbit_kernels.adapters.lora import reference as lora
+
+        return lora.merge(merged_OI, tensors["lora_A"], tensors["lora_B"], -self.scaling)
+
+    def shard_rows(self, tensors: Mapping[str, "Tensor"], start: int, stop: int) -> dict[str, "Tensor"]:
+        """The whole of A, those rows of B."""
+        return {"lora_A": tensors["lora_A"], "lora_B": tensors["lora_B"][start:stop]}
+
+    def shard_columns(self, tensors: Mapping[str, "Tensor"], start: int, stop: int) -> dict[str, "Tensor"]:
+        """Those columns of A, the whole of B; the shards' updates add up."""
+        return {"lora_A": tensors["lora_A"][:, start:stop], "lora_B": tensors["lora_B"]}

@@ -1,0 +1,1 @@
+"""Orthogonal fine-tuning: the method and its numerics in plain torch."""

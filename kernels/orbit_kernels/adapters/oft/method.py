@@ -1,0 +1,158 @@
+"""OFT as an adapter method: ``y = (x R) W^T``, see ``orbit_kernels.adapters.oft.reference`` for the mathematics."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from packaging.version import InvalidVersion, Version
+
+from orbit_kernels.adapters.common.method import AdapterMethod, is_int, refuse_options
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
+
+PEFT_VERSION = "0.18.0"
+"""First peft whose Cayley-Neumann series is the one in ``oft``; also the first that writes its version."""
+
+MAX_CAYLEY_NEUMANN_TERMS = 64
+"""More terms than any adapter needs: bounds the work that a payload can ask for."""
+
+_ACCEPTED_PEFT_VALUES: dict[str, Any] = {"block_share": False, "coft": False, "module_dropout": 0.0}
+
+
+def num_blocks(width: int, block_size: int, name: str = "input") -> int:
+    """Number of blocks of a rotation over ``width`` features.
+
+    Raises:
+        ValueError: the block size does not divide the width. It is never rounded.
+    """
+    if width % block_size:
+        divisors = [d for d in (8, 16, 32, 64, 128, 256) if width % d == 0]
+        raise ValueError(
+            f"{name}: width {width} is not a multiple of the OFT block size {block_size}; "
+            f"choose a block size that divides it{f', e.g. one of {divisors}' if divisors else ''}, "
+            "or leave the module out of target_modules"
+        )
+    return width // block_size
+
+
+def num_entries(block_size: int) -> int:
+    """Free entries of one skew-symmetric block: the strict upper triangle."""
+    return block_size * (block_size - 1) // 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OFTMethod(AdapterMethod):
+    """Orthogonal fine-tuning of a linear's input.
+
+    Args:
+        block_size: width of one rotation block; divides the input width of every target.
+        cayley_neumann_terms: terms of the Cayley-Neumann series in peft's counting, ``None`` for the exact
+            Cayley transform. Trainer and server use the same value, because it is part of the adapter.
+
+    Raises:
+        ValueError: a field is out of range.
+    """
+
+    type: ClassVar[str] = "oft"
+    size_field: ClassVar[str] = "block_size"
+    peft_type: ClassVar[str] = "OFT"
+    leaves: ClassVar[tuple[str, ...]] = ("oft_R",)
+    shared_leaf: ClassVar[str] = "oft_R"
+    acts_on_input: ClassVar[bool] = True
+
+    block_size: int = 32
+    cayley_neumann_terms: int | None = 5
+
+    def __post_init__(self):
+        if not is_int(self.block_size) or self.block_size < 2:
+            raise ValueError(f"block_size {self.block_size!r}: must be an integer of at least 2, e.g. 32")
+        terms = self.cayley_neumann_terms
+        if terms is not None and (not is_int(terms) or not 2 <= terms <= MAX_CAYLEY_NEUMANN_TERMS):
+            raise ValueError(
+                f"cayley_neumann_terms {terms!r}: must be an integer from 2 to {MAX_CAYLEY_NEUMANN_TERMS} "
+                "(5 is peft's default), or None for the exact Cayley transform"
+            )
+
+    def shapes(self, rows: int, columns: int, name: str = "input") -> dict[str, tuple[int, ...]]:
+        """Entries of the skew-symmetric blocks, [I / B, B * (B - 1) / 2]."""
+        return {"oft_R": (num_blocks(columns, self.block_size, name), num_entries(self.block_size))}
+
+    def to_peft(self) -> dict[str, Any]:
+        """Keys of peft's ``OFTConfig``."""
+        return {
+            "peft_version": PEFT_VERSION,
+            "r": 0,
+            "oft_block_size": self.block_size,
+            "use_cayley_neumann": self.cayley_neumann_terms is not None,
+            "num_cayley_neumann_terms": self.cayley_neumann_terms or 5,
+            "init_weights": True,
+            **_ACCEPTED_PEFT_VALUES,
+        }
+
+    @classmethod
+    def from_peft(cls, peft: Mapping[str, Any]) -> "OFTMethod":
+        """Read ``OFTConfig``."""
+        refuse_options(peft, _ACCEPTED_PEFT_VALUES)
+        block_size = peft.get("oft_block_size", 32)
+        if not peft.get("use_cayley_neumann", True):
+            return cls(block_size=block_size, cayley_neumann_terms=None)
+        if _peft_version(peft) < Version(PEFT_VERSION):
+            raise ValueError(
+                f"peft_version {peft.get('peft_version')!r}: before {PEFT_VERSION} peft summed another Cayley-Neumann series, "
+                "so the adapter would mean something else; train it with a newer peft"
+            )
+        terms = peft.get("num_cayley_neumann_terms", 5)
+        if terms is None:
+            raise ValueError("num_cayley_neumann_terms None: must be a number when use_cayley_neumann is true")
+        return cls(block_size=block_size, cayley_neumann_terms=terms)
+
+    def initial(self, rows: int, columns: int, generator: "Generator") -> dict[str, "Tensor"]:
+        """Zero entries, the identity rotation; nothing is drawn."""
+        import torch
+
+        return {leaf: torch.zeros(shape, device=generator.device) for leaf, shape in self.shapes(rows, columns).items()}
+
+    def linear(self, x_TI: "Tensor", weight_OI: "Tensor", tensors: Mapping[str, "Tensor"]) -> "Tensor":
+        """``(x R) W^T``."""
+        from orbit_kernels.adapters.oft import reference as oft
+
+        return oft.rotate(x_TI, self.rotation(tensors)) @ weight_OI.T
+
+    def merge(self, weight_OI: "Tensor", tensors: Mapping[str, "Tensor"]) -> "Tensor":
+        """``W R^T``."""
+        from orbit_kernels.adapters.oft import reference as oft
+
+        return oft.merge(weight_OI, self.rotation(tensors))
+
+    def unmerge(self, merged_OI: "Tensor", tensors: Mapping[str, "Tensor"]) -> "Tensor":
+        """Solve with ``R^T``."""
+        from orbit_kernels.adapters.oft import reference as oft
+
+        return oft.unmerge(merged_OI, self.rotation(tensors))
+
+    def rotation(self, tensors: Mapping[str, "Tensor"]) -> "Tensor":
+        """Rotation blocks [I / B, B, B], at least fp32."""
+        from orbit_kernels.adapters.oft import reference as oft
+
+        return oft.rotation(tensors["oft_R"], self.block_size, self.cayley_neumann_terms)
+
+    def shard_rows(self, tensors: Mapping[str, "Tensor"], start: int, stop: int) -> dict[str, "Tensor"]:
+        """The whole rotation: every row reads the same input."""
+        return dict(tensors)
+
+    def shard_columns(self, tensors: Mapping[str, "Tensor"], start: int, stop: int) -> dict[str, "Tensor"]:
+        """The blocks of those columns."""
+        if start % self.block_size or stop % self.block_size:
+            raise ValueError(
+                f"columns {start} to {stop}: a boundary cuts an OFT block of {self.block_size}; choose a block size that "
+                "divides every rank's share of the width"
+            )
+        return {"oft_R": tensors["oft_R"][start // self.block_size : stop // self.block_size]}
+
+
+def _peft_version(peft: Mapping[str, Any]) -> Version:
+    try:
+        return Version(str(peft.get("peft_version") or "0").partition("@")[0])
+    except InvalidVersion:
+        return Version("0")

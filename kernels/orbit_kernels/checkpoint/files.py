@@ -1,0 +1,201 @@
+"""A Hugging Face checkpoint folder of safetensors files, read tensor by tensor."""
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+
+from orbit_kernels.formats.common.weight_format import TensorSpec, WeightFormat, as_dtype
+
+INDEX_FILE = "model.safetensors.index.json"
+# Rotary frequencies that old Llama checkpoints still carry; they follow from the configuration.
+_DERIVED_SUFFIX = ".rotary_emb.inv_freq"
+# A safetensors file starts with the size of its JSON header, eight bytes, little-endian; no header is larger than this.
+_SIZE_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000
+
+_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class HFCheckpoint:
+    """Names, shapes, dtypes and tensors of a checkpoint. Opening it reads the files' headers only.
+
+    Raises:
+        ValueError: the folder, its safetensors files or a file that its index lists does not exist, a file is truncated
+            (the tensors whose bytes are missing are named), or its header cannot be read.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self._files: dict[str, Path] = {}
+        self._specs: dict[str, TensorSpec] = {}
+        self._open: tuple[Path, safetensors.safe_open] | None = None
+        for path in self._paths():
+            specs = _read_header(path)
+            self._specs |= specs
+            self._files |= dict.fromkeys(specs, path)
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Shape and dtype of every stored tensor."""
+        return self._specs
+
+    def files(self) -> dict[Path, list[str]]:
+        """The tensors of each file, in the order of its header."""
+        names: dict[Path, list[str]] = {}
+        for name, path in self._files.items():
+            names.setdefault(path, []).append(name)
+        return names
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def check(self, expected: Mapping[str, torch.Size | TensorSpec], *, optional: frozenset[str] = frozenset()) -> None:
+        """Hold the files against the tensors that a model needs.
+
+        Args:
+            expected: by tensor name the spec, or the shape alone where any dtype will do.
+            optional: names that may be present although the model does not need them.
+
+        Raises:
+            ValueError: tensors are missing, superfluous or of another shape or dtype; all are listed.
+        """
+        found = {name for name in self._files if not name.endswith(_DERIVED_SUFFIX)}
+        problems = [f"{name}: missing" for name in sorted(expected.keys() - found)]
+        problems += [f"{name}: superfluous" for name in sorted(found - expected.keys() - optional)]
+        for name in sorted(expected.keys() & found):
+            problems += _misfits(name, self._specs[name], expected[name])
+        if problems:
+            raise ValueError(f"checkpoint {self.folder} does not fit its config.json: {'; '.join(problems)}")
+
+    def check_values(self, formats: Mapping[str, WeightFormat]) -> None:
+        """Read the scales, shapes and the like of each linear and refuse values that no weight has.
+
+        One linear is read at a time, and no weight.
+
+        Args:
+            formats: by module name.
+
+        Raises:
+            ValueError: with every impossible value, by tensor name.
+        """
+        problems = []
+        for module, weight_format in formats.items():
+            names = {leaf: f"{module}.{leaf}" for leaf in weight_format.value_leaves}
+            tensors = {leaf: self.tensor(name) for leaf, name in names.items() if name in self}
+            problems += [f"{module}.{problem}" for problem in weight_format.problems(tensors)]
+        if problems:
+            raise ValueError(f"checkpoint {self.folder} holds impossible values: {'; '.join(problems)}")
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor, on the CPU, in its stored dtype.
+
+        The file that was read last stays open: opening one parses its whole header, milliseconds for thousands of experts.
+        """
+        path = self._files[name]
+        if self._open is None or self._open[0] != path:
+            self._open = (path, safetensors.safe_open(path, framework="pt"))
+        return self._open[1].get_tensor(name)
+
+    def stored_weight(
+        self, module: str, weight_format: WeightFormat, rows: int, columns: int
+    ) -> dict[str, torch.Tensor]:
+        """The stored tensors of one linear by leaf name, in the format's dtypes."""
+        specs = weight_format.specs(rows, columns)
+        return {leaf: as_dtype(self.tensor(f"{module}.{leaf}"), spec.dtype) for leaf, spec in specs.items()}
+
+    def _paths(self) -> list[Path]:
+        if not self.folder.is_dir():
+            raise ValueError(f"model path {self.folder}: no such folder; set it to a Hugging Face checkpoint folder")
+        index = self.folder / INDEX_FILE
+        if index.exists():
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            paths = [self.folder / name for name in names]
+        else:
+            paths = sorted(self.folder.glob("*.safetensors"))
+        missing = [path.name for path in paths if not path.exists()]
+        if missing or not paths:
+            raise ValueError(
+                f"model path {self.folder}: {', '.join(missing) or '*.safetensors'} not found; only safetensors "
+                "checkpoints are read, save the model with save_pretrained"
+            )
+        return paths
+
+
+def _read_header(path: Path) -> dict[str, TensorSpec]:
+    """Shape and dtype of the tensors of one file.
+
+    The header is read here and not by safetensors, which refuses a truncated file without a word on what is missing.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(_SIZE_BYTES)
+        header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == _SIZE_BYTES else None
+        if header_bytes is None or header_bytes > min(size, _MAX_HEADER_BYTES):
+            raise ValueError(f"{path}: not a safetensors file, or truncated inside its header; copy it again")
+        try:
+            entries = json.loads(file.read(header_bytes))
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path}: not a safetensors file, its header is no JSON: {error}") from None
+    problem = _header_problem(entries)
+    if problem is not None:
+        raise ValueError(f"{path}: not a safetensors file, {problem}")
+    entries.pop("__metadata__", None)
+    available = size - _SIZE_BYTES - header_bytes
+    missing = sorted(name for name, entry in entries.items() if entry["data_offsets"][1] > available)
+    if missing:
+        raise ValueError(f"{path}: truncated, the bytes of these tensors are missing: {', '.join(missing)}")
+    return {name: _spec(path, name, entry) for name, entry in entries.items()}
+
+
+def _header_problem(entries: Any) -> str | None:
+    if not isinstance(entries, dict):
+        return "its header is no JSON object"
+    fields = {"dtype", "shape", "data_offsets"}
+    odd = [
+        name
+        for name, entry in entries.items()
+        if name != "__metadata__" and not (isinstance(entry, dict) and fields <= entry.keys())
+    ]
+    return f"its header gives {odd[0]} no dtype, shape or place" if odd else None
+
+
+def _spec(path: Path, name: str, entry: Mapping) -> TensorSpec:
+    if entry["dtype"] not in _DTYPES:
+        raise ValueError(f"{path}: {name}: dtype {entry['dtype']} is not known; known are {', '.join(_DTYPES)}")
+    spec = TensorSpec(tuple(entry["shape"]), _DTYPES[entry["dtype"]])
+    begin, end = entry["data_offsets"]
+    if end - begin != spec.nbytes:
+        raise ValueError(
+            f"{path}: {name}: {entry['dtype']} {spec.shape} needs {spec.nbytes} bytes, its header gives it {end - begin}; "
+            "the file is damaged, copy it again"
+        )
+    return spec
+
+
+def _misfits(name: str, found: TensorSpec, expected: torch.Size | TensorSpec) -> list[str]:
+    spec = expected if isinstance(expected, TensorSpec) else TensorSpec(tuple(expected), found.dtype)
+    problems = []
+    if found.shape != spec.shape:
+        problems.append(f"{name}: shape {found.shape}, expected {spec.shape} by config.json")
+    if not spec.accepts(found.dtype):
+        problems.append(f"{name}: dtype {found.dtype}, expected {spec.dtype} by config.json")
+    return problems

@@ -1,0 +1,1 @@
+"""What a Hugging Face configuration says about a decoder, family by family."""

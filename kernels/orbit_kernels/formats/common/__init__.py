@@ -1,0 +1,1 @@
+"""What the weight formats have in common."""

@@ -1,0 +1,1 @@
+"""The product with weights that stay as they are stored."""

@@ -1,0 +1,1 @@
+"""The HTTP process: routes of the slots, and the versions in every answer."""

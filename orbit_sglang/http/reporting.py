@@ -1,0 +1,100 @@
+"""Versions per token in every answer: ``meta_info.orbit_versions``, and ``metadata.orbit_versions`` for OpenAI routes."""
+
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any
+
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+from orbit_sglang.control.messages import INFO_KEY
+
+REPORT_KEY = "orbit_versions"
+DONE_EVENT = "data: [DONE]\n\n"
+
+
+def extend_spans(spans: list[list[int]], versions: Iterable[int]) -> None:
+    """Append one version per token to spans ``[[version, first_token, count], ...]``, in place."""
+    for version in versions:
+        if spans and spans[-1][0] == version:
+            spans[-1][2] += 1
+        else:
+            first_token = spans[-1][1] + spans[-1][2] if spans else 0
+            spans.append([version, first_token, 1])
+
+
+def before_batch_output(tokenizer_manager: TokenizerManager, recv_obj: Any) -> None:
+    """Before ``TokenizerManager._handle_batch_output``: replace a step's versions by the request's spans so far.
+
+    SGLang 0.5.12 reports only the last chunk of ``customized_info`` (``tokenizer_manager.py:1740``), so the versions of
+    earlier chunks are kept on the request's state.
+    """
+    info = getattr(recv_obj, "customized_info", None)
+    if not info or INFO_KEY not in info:
+        return
+    spans_per_request = []
+    for rid, versions in zip(recv_obj.rids, info.pop(INFO_KEY), strict=True):
+        state = tokenizer_manager.rid_to_state.get(rid)
+        spans = [] if state is None else state.__dict__.setdefault(REPORT_KEY, [])
+        extend_spans(spans, versions)
+        spans_per_request.append([span.copy() for span in spans])
+    info[REPORT_KEY] = spans_per_request
+
+
+def after_openai_response(result: Any, serving: Any, request: Any, ret: list[dict[str, Any]], created: int) -> None:
+    """After ``_build_chat_response`` and ``_build_completion_response``: add one list of spans per choice."""
+    versions = [item["meta_info"].get(REPORT_KEY) for item in ret]
+    if any(versions) and getattr(result, "metadata", None) is not None:
+        result.metadata[REPORT_KEY] = versions
+
+
+def around_generate(original: Callable, tokenizer_manager: TokenizerManager, obj: Any, request: Any = None):
+    """Around ``TokenizerManager.generate_request``: let a stream of an OpenAI route see the spans."""
+    stream = original(tokenizer_manager, obj, request)
+    versions = getattr(obj, REPORT_KEY, None)
+    return stream if versions is None else _noting_versions(stream, versions)
+
+
+def around_chat_stream(original: Callable, serving: Any, adapted_request: Any, request: Any, raw_request: Any):
+    """Around ``OpenAIServingChat._generate_chat_stream``: send the spans before the end."""
+    return _openai_stream("chat.completion.chunk", original, serving, adapted_request, request, raw_request)
+
+
+def around_completion_stream(original: Callable, serving: Any, adapted_request: Any, request: Any, raw_request: Any):
+    """Around ``OpenAIServingCompletion._generate_completion_stream``: send the spans before the end."""
+    return _openai_stream("text_completion", original, serving, adapted_request, request, raw_request)
+
+
+def _openai_stream(kind: str, original: Callable, serving: Any, adapted_request: Any, request: Any, raw_request: Any):
+    stream = original(serving, adapted_request, request, raw_request)
+    if not serving.tokenizer_manager.server_args.enable_orbit_slots:
+        return stream
+    return _with_versions(stream, adapted_request, kind, request.model)
+
+
+async def _noting_versions(stream: AsyncIterator[dict], versions: dict[int, Any]) -> AsyncIterator[dict]:
+    async for content in stream:
+        if REPORT_KEY in content["meta_info"]:
+            versions[content.get("index", 0)] = content["meta_info"][REPORT_KEY]
+        yield content
+
+
+async def _with_versions(stream: AsyncIterator[str], adapted_request: Any, kind: str, model: str) -> AsyncIterator[str]:
+    versions: dict[int, Any] = {}
+    setattr(adapted_request, REPORT_KEY, versions)
+    async for event in stream:
+        if event == DONE_EVENT and versions:
+            yield _versions_event(adapted_request.rid, kind, model, versions)
+        yield event
+
+
+def _versions_event(rid: Any, kind: str, model: str, versions: dict[int, Any]) -> str:
+    event = {
+        "id": rid if isinstance(rid, str) else rid[0],
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "choices": [],
+        "metadata": {REPORT_KEY: [spans for _, spans in sorted(versions.items())]},
+    }
+    return f"data: {json.dumps(event)}\n\n"

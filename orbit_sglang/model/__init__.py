@@ -1,0 +1,1 @@
+"""The model with its slots, in the scheduler process."""

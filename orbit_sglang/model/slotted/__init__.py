@@ -1,0 +1,25 @@
+"""SGLang's linears with an adapter in each slot: one module for each adapter method."""
+
+from orbit_sglang.model.slotted.batch import BatchSlots
+from orbit_sglang.model.slotted.experts import AdaptedExpertsInput, SharedExperts, SlottedExperts
+from orbit_sglang.model.slotted.latent import AdaptedLatent
+from orbit_sglang.model.slotted.layer import AdaptedLayer
+from orbit_sglang.model.slotted.lora import LoRALinear
+from orbit_sglang.model.slotted.oft import OFTLinear
+from orbit_sglang.model.slotted.slotted_linear import SlottedLinear
+
+LINEARS: dict[str, type[SlottedLinear]] = {"oft": OFTLinear, "lora": LoRALinear}
+"""Every slotted linear by its ``--orbit-adapter``."""
+
+__all__ = [
+    "LINEARS",
+    "AdaptedExpertsInput",
+    "AdaptedLatent",
+    "AdaptedLayer",
+    "BatchSlots",
+    "LoRALinear",
+    "OFTLinear",
+    "SharedExperts",
+    "SlottedExperts",
+    "SlottedLinear",
+]

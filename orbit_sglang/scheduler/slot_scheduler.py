@@ -1,0 +1,315 @@
+"""Control inside SGLang's scheduler process: the version of every request, and the operations on the slots.
+
+Everything here runs on the scheduler's own thread, between two batches, so no lock is needed.
+"""
+
+import collections
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.utils import TypeBasedDispatcher
+
+from orbit_kernels.contract.errors import error_body
+from orbit_kernels.contract.keys import REQUESTED_VERSION_KEY
+from orbit_kernels.contract.versions import BASE_VERSION
+from orbit_sglang.control import messages
+from orbit_sglang.control.metrics import SlotMetrics
+from orbit_sglang.control.refusals import VersionNotHeld
+from orbit_sglang.control.slots import BASE_SLOT
+from orbit_sglang.model.ranks import Ranks
+from orbit_sglang.model.slots import SlotBank
+from orbit_sglang.scheduler.staging import StageJob, StageOutcome
+from orbit_sglang.scheduler.versions import Conflict, SlotVersions
+from orbit_sglang.startup.options import SlotsConfig
+from orbit_sglang.upstream import hooks
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class RequestVersion:
+    """The version that a request generates with, kept on SGLang's ``Req`` as ``orbit``.
+
+    ``chosen`` when the request named it: it then never moves to another one.
+    """
+
+    version: int
+    slot: int
+    chosen: bool
+    base_key: str | None
+
+    @property
+    def extra_key(self) -> str:
+        """Namespace of the prefix cache: no entry of another version can match."""
+        return f"orbit:{self.version}|{self.base_key or ''}"
+
+
+class SlotScheduler:
+    """The slots of one scheduler. The ranks of a server have one each, and all take the same steps."""
+
+    def __init__(self, scheduler: Scheduler, bank: SlotBank, config: SlotsConfig, ranks: Ranks):
+        self._scheduler = scheduler
+        self._bank = bank
+        self._config = config
+        self._ranks = ranks
+        self._versions = SlotVersions()
+        self._job: StageJob | None = None
+        self._switching: list[Req] = []
+        self._counters: collections.Counter[str] = collections.Counter()
+        self._metrics = SlotMetrics(exported=ranks.is_first)
+        self._last_pause_ms: float | None = None
+        self._busy_s = 0.0
+        self._busy_since: float | None = None
+
+    def handlers(self) -> TypeBasedDispatcher:
+        """Handlers by message type, for the scheduler's dispatcher."""
+        return TypeBasedDispatcher(
+            [
+                (messages.StatusRequest, self._guarded(self._status)),
+                (messages.BaseManifestRequest, self._guarded(self._base)),
+                (messages.StageRequest, self._guarded(self._stage)),
+                (messages.ActivateRequest, self._guarded(self._activate)),
+                (messages.RollbackRequest, self._guarded(self._rollback)),
+                (messages.DiscardRequest, self._guarded(self._discard)),
+            ]
+        )
+
+    def admit(self, req: Req) -> None:
+        """Give a request that enters the waiting queue its version and its namespace of the prefix cache.
+
+        A request that comes back (retracted) keeps its version. Its KV cache is gone and will be recomputed with that
+        version alone, so it may enter the prefix cache again.
+        """
+        if not hasattr(req, "orbit"):
+            req.orbit = self._choose(req)
+            req.customized_info = {messages.INFO_KEY: []}
+        req.skip_radix_cache_insert = False
+        req.extra_key = req.orbit.extra_key
+
+    def poll(self) -> None:
+        """Finish what was waiting for another thread or for a prefill; called once per scheduler iteration."""
+        self._count_busy_time()
+        if self._switching:
+            self._switch_prefilled()
+        if self._job is not None and self._ranks.all(self._job.done):
+            self._finish_stage(self._job)
+        if self._metrics.is_due():
+            self._metrics.refresh(self._versions.active_version, self._in_use())
+
+    def _count_busy_time(self) -> None:
+        now = time.perf_counter()
+        if self._busy_since is not None:
+            self._busy_s += now - self._busy_since
+        busy = self._scheduler.waiting_queue or self._started_requests()
+        self._busy_since = now if busy else None
+
+    @property
+    def is_staging(self) -> bool:
+        """Whether a staging waits for ``poll`` to notice its end."""
+        return self._job is not None
+
+    def _choose(self, req: Req) -> RequestVersion:
+        custom_params = req.sampling_params.custom_params
+        requested = custom_params.get(REQUESTED_VERSION_KEY) if isinstance(custom_params, dict) else None
+        version = self._versions.active_version if requested is None else requested
+        is_int = isinstance(version, int) and not isinstance(version, bool)
+        slot = self._versions.slot_of(version) if is_int else None
+        if slot is None:
+            refusal = VersionNotHeld(version, self._versions.versions)
+            req.set_finish_with_abort(refusal.message)
+            req.to_finish = refusal
+            version, slot = BASE_VERSION, BASE_SLOT
+        return RequestVersion(version, slot, chosen=requested is not None, base_key=req.extra_key)
+
+    def _guarded(self, handler: Callable[[Any], dict | None]) -> Callable[[Any], messages.ControlReply | None]:
+        def handle(request: messages.ControlRequest) -> messages.ControlReply | None:
+            try:
+                body = handler(request)
+            except Conflict as conflict:
+                self._counters[f"rejected_{conflict.code}"] += 1
+                return self._reply(request, 409, error_body(conflict.code, conflict.message, conflict.detail))
+            return None if body is None else self._reply(request, 200, body)
+
+        return handle
+
+    def _reply(self, request: messages.ControlRequest, status: int, body: dict[str, Any]) -> messages.ControlReply:
+        return messages.ControlReply(ticket=request.ticket, status=status, body=body, versions=self._versions.versions)
+
+    def _status(self, request: messages.StatusRequest) -> dict[str, Any]:
+        return {
+            "active_version": self._versions.active_version,
+            "versions": self._versions.versions,
+            "highest_seen": self._versions.highest_seen,
+            "slots": self._versions.describe(),
+            "staging": self._versions.staging_version,
+            "adapter": {
+                "type": self._config.adapter,
+                self._config.method.size_field: self._config.size,
+                "fused": self._config.fused,
+            },
+            "requests": {str(version): count for version, count in sorted(self._in_use().items())},
+            "counters": dict(self._counters),
+            "last_activate_pause_ms": self._last_pause_ms,
+            "busy_s": self._busy_s,
+        }
+
+    def _base(self, request: messages.BaseManifestRequest) -> dict[str, Any]:
+        return self._scheduler.tp_worker.model_runner.model.orbit_base
+
+    def _stage(self, request: messages.StageRequest) -> None:
+        try:
+            slot = self._versions.begin_stage(request.version, self._in_use())
+        except Conflict as conflict:
+            self._metrics.count_rejection(conflict.code)
+            raise
+        self._job = StageJob(request, self._bank, slot)
+        self._job.start()
+
+    def _finish_stage(self, job: StageJob) -> None:
+        self._job = None
+        outcome = StageOutcome.of_ranks(self._ranks.gather(job.outcome))
+        if outcome.staged is not None:
+            self._versions.finish_stage(outcome.staged)
+            self._counters["staged"] += 1
+            self._metrics.observe_stage(outcome.seconds)
+            staged = outcome.staged
+            self._log("staged", version=staged.version, digest=staged.digest, bytes=staged.num_bytes, s=outcome.seconds)
+            status, body = 200, {**dataclasses.asdict(outcome.staged), "stage_s": outcome.seconds}
+        else:
+            self._versions.fail_stage(outcome.overwritten)
+            refused = outcome.failure.problems is not None
+            self._counters["rejected_adapter_refused" if refused else "stage_failed"] += 1
+            status = 422 if refused else 500
+            code = "adapter_refused" if refused else "stage_failed"
+            self._metrics.count_rejection(code)
+            self._log("stage refused", version=job.request.version, code=code, message=outcome.failure.message)
+            body = error_body(code, outcome.failure.message, outcome.failure.problems)
+        self._scheduler.send_to_tokenizer.send_output(self._reply(job.request, status, body), job.request)
+
+    def _activate(self, request: messages.ActivateRequest) -> dict[str, Any]:
+        start = time.perf_counter()
+        self._versions.activate(request.version)
+        self._counters["activated"] += 1
+        return self._move_requests("activated", request.inflight, start)
+
+    def _rollback(self, request: messages.RollbackRequest) -> dict[str, Any]:
+        start = time.perf_counter()
+        self._versions.rollback(request.version)
+        self._counters["rolled_back"] += 1
+        self._metrics.count_rollback()
+        return self._move_requests("rolled back", request.inflight, start)
+
+    def _discard(self, request: messages.DiscardRequest) -> dict[str, Any]:
+        return {"discarded": self._versions.discard(self._in_use())}
+
+    def _move_requests(self, event: str, inflight: str, start: float) -> dict[str, Any]:
+        """Requests that have not started take the active version; started ones too when they are to switch."""
+        started = self._started_requests()
+        for req in self._scheduler.waiting_queue:
+            if inflight == "switch" or not req.output_ids:
+                self._move(req)
+                req.extra_key = req.orbit.extra_key
+        if inflight == "switch":
+            for req in started:
+                if req is self._scheduler.chunked_req:
+                    self._switching.append(req)
+                else:
+                    self._switch(req)
+        in_use = self._in_use()
+        pause_s = time.perf_counter() - start
+        self._last_pause_ms = pause_s * 1e3
+        self._metrics.observe_pause(pause_s)
+        requests = {str(version): count for version, count in sorted(in_use.items())}
+        version = self._versions.active_version
+        self._log(event, version=version, inflight=inflight, pause_ms=self._last_pause_ms, requests=requests)
+        return {
+            "active_version": version,
+            "pause_ms": self._last_pause_ms,
+            "busy_s": self._busy_s,
+            "requests": requests,
+        }
+
+    def _log(self, event: str, **fields: Any) -> None:
+        """One line per event, its fields as JSON."""
+        if self._ranks.is_first:
+            logger.info("orbit: %s %s", event, json.dumps(fields))
+
+    def _move(self, req: Req) -> bool:
+        version = self._versions.active_version
+        if req.orbit.chosen or req.orbit.version == version:
+            return False
+        req.orbit.version, req.orbit.slot = version, self._versions.slot_of(version)
+        return True
+
+    def _switch(self, req: Req) -> None:
+        """Move a request whose KV cache holds another version: its cache must not be shared with anyone."""
+        if self._move(req):
+            req.skip_radix_cache_insert = True
+
+    def _switch_prefilled(self) -> None:
+        """Switch requests whose chunked prefill has ended: SGLang carries a chunk to the next through the tree."""
+        prefilling = self._scheduler.chunked_req
+        for req in [req for req in self._switching if req is not prefilling]:
+            self._switching.remove(req)
+            if req in self._scheduler.waiting_queue:
+                self._move(req)
+                req.extra_key = req.orbit.extra_key
+            elif not req.finished():
+                self._switch(req)
+
+    def _started_requests(self) -> list[Req]:
+        """Unfinished requests that hold KV cache."""
+        scheduler = self._scheduler
+        batches = (scheduler.running_batch, scheduler.last_batch, scheduler.cur_batch)
+        reqs = {id(req): req for batch in batches if batch is not None for req in batch.reqs}
+        if scheduler.chunked_req is not None:
+            reqs[id(scheduler.chunked_req)] = scheduler.chunked_req
+        waiting = {id(req) for req in scheduler.waiting_queue}
+        return [req for key, req in reqs.items() if key not in waiting and not req.finished()]
+
+    def _in_use(self) -> dict[int, int]:
+        """Requests, running and waiting, by version."""
+        reqs: Iterable[Req] = [*self._started_requests(), *self._scheduler.waiting_queue]
+        return dict(collections.Counter(req.orbit.version for req in reqs))
+
+
+def install(result: None, scheduler: Scheduler) -> None:
+    """After ``Scheduler.init_request_dispatcher``: attach the slots to a scheduler that serves with them."""
+    if not scheduler.server_args.enable_orbit_slots:
+        return
+    hooks.require_applied()
+    bank = scheduler.tp_worker.model_runner.orbit_slots
+    config, ranks = SlotsConfig.from_server_args(scheduler.server_args), Ranks(scheduler.tp_group)
+    scheduler.orbit = SlotScheduler(scheduler, bank, config, ranks)
+    scheduler._request_dispatcher += scheduler.orbit.handlers()
+
+
+def before_queue(scheduler: Scheduler, req: Req, *args: Any, **kwargs: Any) -> None:
+    """Before ``Scheduler._add_request_to_queue``."""
+    if scheduler.server_args.enable_orbit_slots:
+        scheduler.orbit.admit(req)
+
+
+def after_input(result: None, scheduler: Scheduler, recv_reqs: list) -> None:
+    """After ``Scheduler.process_input_requests``."""
+    if scheduler.server_args.enable_orbit_slots:
+        scheduler.orbit.poll()
+
+
+def around_sleep(original: Callable, scheduler: Scheduler) -> None:
+    """Around ``Scheduler.maybe_sleep_on_idle``: an idle scheduler stays awake until a staging has ended."""
+    if not (scheduler.server_args.enable_orbit_slots and scheduler.orbit.is_staging):
+        original(scheduler)
+
+
+def after_init_info(result: dict[str, Any], scheduler: Scheduler) -> dict[str, Any]:
+    """After ``Scheduler.get_init_info``: tell the main process that the slots are in place."""
+    if not scheduler.server_args.enable_orbit_slots:
+        return result
+    return {**result, messages.INIT_INFO_KEY: True}

@@ -1,0 +1,1 @@
+"""Start-up: options, flags, and what is held against the checkpoint before anything is allocated."""

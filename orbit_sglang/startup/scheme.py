@@ -1,0 +1,50 @@
+"""The formats of a checkpoint folder."""
+
+import functools
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from orbit_kernels.formats import BaseScheme, read_base_scheme
+from orbit_kernels.linears.names import LANGUAGE_PREFIXES
+
+
+def read_scheme(model_path: str) -> BaseScheme:
+    """Formats of a checkpoint folder; a configuration that was read before is not analysed again.
+
+    Raises:
+        ValueError: there is no such folder, or its quantisation is not one of those implemented.
+    """
+    return _read(_text(model_path))
+
+
+def read_config(model_path: str) -> dict[str, Any]:
+    """The content of a checkpoint folder's ``config.json``.
+
+    Raises:
+        ValueError: there is no such folder.
+    """
+    return json.loads(_text(model_path))
+
+
+def language_config(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a ``config.json``'s content that describes the language model."""
+    return fields.get("text_config") or fields
+
+
+def language_prefix(model_path: str) -> str:
+    """What stands in front of the language model's names in this checkpoint; SGLang leaves it out while it builds."""
+    return LANGUAGE_PREFIXES.get(read_config(model_path).get("model_type"), "")
+
+
+def _text(model_path: str) -> str:
+    path = pathlib.Path(model_path) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"model path {model_path}: no {path.name} there; download the model and name its folder")
+    return path.read_text()
+
+
+@functools.cache
+def _read(text: str) -> BaseScheme:
+    return read_base_scheme(json.loads(text))

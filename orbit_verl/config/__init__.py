@@ -1,0 +1,1 @@
+"""The ``orbit.*`` keys of a run."""

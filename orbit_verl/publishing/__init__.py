@@ -1,0 +1,1 @@
+"""A new version on its way to the servers."""

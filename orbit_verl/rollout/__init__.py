@@ -1,0 +1,1 @@
+"""verl's rollout actors: agent loops, and the SGLang server with slots."""

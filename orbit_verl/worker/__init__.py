@@ -1,0 +1,1 @@
+"""The trainer's worker: the engine, its adapter, optimiser and checkpoints."""

@@ -1,0 +1,277 @@
+"""The trained part of the policy: one adapter over all frozen linears of a model.
+
+A rank holds the tensors that belong to its layers and experts and to its share of each linear. What leaves or enters a
+process is the whole adapter: ``whole``, ``export`` and ``load``; snapshots are of what the rank holds.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from orbit_kernels.adapters.config import AdapterConfig, tensor_name
+from orbit_kernels.adapters.oft import reference as oft
+from orbit_kernels.contract.payload import Adapter
+from orbit_kernels.linears.fusing import fused_with
+from orbit_verl.config.keys import AdapterSettings
+from orbit_verl.model.adapters import ADAPTERS, OFTAdapter
+from orbit_verl.model.layout import ParallelLayout
+from orbit_verl.model.linear import FrozenLinear
+from orbit_verl.worker.gathering import gather_scalars, whole_tensors
+
+logger = logging.getLogger(__name__)
+
+PEFT_CONFIG_FILE = "adapter_config.json"
+PEFT_WEIGHTS_FILE = "adapter_model.safetensors"
+
+ORTHOGONALITY_LIMIT = 0.05
+"""Orthogonality error past which a warning is logged; the five-term series reaches it at a block norm of about 0.37."""
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class TrainerAdapter:
+    """The adapter over the frozen linears of a model.
+
+    ``OrbitEngineConfig.check`` has been passed.
+
+    Args:
+        linears: those of this rank, each with the Hugging Face name of the module that holds its parts
+            (``model.naming.adapted_linears``).
+        shapes: rows and columns of the linears of all ranks, by name (``model.targets.adapted_shapes``).
+        settings: kind, sizes, targets and precision.
+        layout: what this rank holds.
+    """
+
+    def __init__(
+        self,
+        linears: Sequence[tuple[str, FrozenLinear]],
+        shapes: Mapping[str, tuple[int, int]],
+        settings: AdapterSettings,
+        layout: ParallelLayout,
+    ):
+        self.config = settings.to_adapter_config()
+        self._tied, self._layout, self._shapes = settings.fused == "tied", layout, dict(shapes)
+        self.dtype = _DTYPES[settings.dtype]
+        self._linears = [linear for _, linear in linears]
+        self._tensors: dict[str, nn.Parameter] = {}
+        for prefix, linear in linears:
+            self._attach(prefix, linear, settings)
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's trained tensors by peft's name; one that several parts share goes by its first part's name."""
+        first: dict[int, str] = {}
+        for name, tensor in self._tensors.items():
+            first.setdefault(id(tensor), name)
+        return {name: self._tensors[name] for name in first.values()}
+
+    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the whole tensors of all ranks, as ``named_parameters`` of a rank that held everything would name them."""
+        return {
+            self._owner(module, leaf): shape
+            for module, of_module in self._shapes_by_module().items()
+            for leaf, shape in of_module.items()
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of this rank's trained tensors. An export is larger when parts share one, as peft has no shared tensors."""
+        return sum(parameter.nbytes for parameter in self.named_parameters().values())
+
+    def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Copies of all ranks' tensors under peft's names, one for each part; all ranks iterate."""
+        shapes = {
+            tensor_name(module, leaf): shape
+            for module, of_module in self._shapes_by_module().items()
+            for leaf, shape in of_module.items()
+        }
+        return whole_tensors(self._tensors, lambda name: {name: self._tensors[name]}, shapes, self._layout)
+
+    def export(self) -> Adapter:
+        """A copy of the whole adapter, on every rank; later training does not change it."""
+        return Adapter(dict(self.whole()), self.config)
+
+    @torch.no_grad()
+    def load(self, adapter: Adapter) -> None:
+        """Replace the trained tensors by those of a whole adapter, of which each rank takes its own.
+
+        Raises:
+            ValueError: ``check`` refuses; nothing is changed then.
+        """
+        self.check(adapter)
+        for name, tensor in self._tensors.items():
+            tensor.copy_(self._layout.tensor.own(adapter.tensors[name], tensor.shape))
+
+    def check(self, adapter: Adapter) -> None:
+        """Hold a whole adapter against the model and the run's settings.
+
+        Raises:
+            ValueError: another configuration or dtype, parts that share a tensor differ, or ``Adapter.check`` refuses.
+        """
+        if adapter.config != self.config:
+            theirs, ours = _what_differs(adapter.config.to_peft(), self.config.to_peft())
+            raise ValueError(
+                f"adapter configuration {theirs} differs from the run's {ours}; set orbit.adapter.* to the adapter's values"
+            )
+        adapter.check(self._shapes)
+        self._check_values(adapter)
+
+    @contextlib.contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Run the body on the frozen base, bit for bit; the adapter is back afterwards even when the body raises."""
+        before = [linear.adapter_enabled for linear in self._linears]
+        for linear in self._linears:
+            linear.adapter_enabled = False
+        try:
+            yield
+        finally:
+            for linear, enabled in zip(self._linears, before, strict=True):
+                linear.adapter_enabled = enabled
+
+    @contextlib.contextmanager
+    def replaced_by(self, snapshot: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Run the body with a snapshot's tensors; the own ones are back afterwards even when the body raises."""
+        own = self.snapshot()
+        self.restore(snapshot)
+        try:
+            yield
+        finally:
+            self.restore(own)
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """Clones of this rank's tensors by ``named_parameters``' names; on a CPU too, where ``.cpu()`` would alias."""
+        return {name: parameter.detach().clone() for name, parameter in self.named_parameters().items()}
+
+    @torch.no_grad()
+    def restore(self, snapshot: Mapping[str, torch.Tensor]) -> None:
+        """Put the tensors of ``snapshot`` back.
+
+        Raises:
+            ValueError: the snapshot is of another adapter.
+        """
+        parameters = self.named_parameters()
+        if snapshot.keys() != parameters.keys():
+            raise ValueError(
+                f"snapshot of {len(snapshot)} tensors: must be one that snapshot() of this adapter returned"
+            )
+        for name, parameter in parameters.items():
+            parameter.copy_(snapshot[name])
+
+    @torch.no_grad()
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the method over all ranks' tensors; all ranks call it.
+
+        OFT's is the largest orthogonality error, about which a warning is logged past the limit.
+        """
+        if self.config.type != "oft":
+            return {}
+        adapters = [linear.adapter for linear in self._linears if isinstance(linear.adapter, OFTAdapter)]
+        error = max(oft.orthogonality_error(r).max().item() for adapter in adapters for r in adapter.rotations())
+        error = max(gather_scalars(error, dist.group.WORLD))
+        if error > ORTHOGONALITY_LIMIT:
+            logger.warning(
+                "orthogonality error %.3g is above %.3g: the Cayley-Neumann series no longer rotates; lower the learning "
+                "rate or set orbit.adapter.cayley_neumann_terms=null",
+                error,
+                ORTHOGONALITY_LIMIT,
+            )
+        return {"orbit/oft/orthogonality_error_max": error}
+
+    def _attach(self, prefix: str, linear: FrozenLinear, settings: AdapterSettings) -> None:
+        targets = [part for part in linear.parts if self.config.targets(f"{prefix}.{part}")]
+        if not targets:
+            return
+        method = self.config.method
+
+        def initial(part: str) -> Mapping[str, torch.Tensor]:
+            share, generator = linear.shares[part], _generator(settings.init_seed, f"{prefix}.{part}")
+            own = share.of(method, method.initial(*share.shape, generator))
+            return {leaf: tensor.clone(memory_format=torch.contiguous_format) for leaf, tensor in own.items()}
+
+        linear.adapter = ADAPTERS[self.config.type](
+            method,
+            linear.parts,
+            targets,
+            tied=self._tied,
+            initial=initial,
+            dtype=self.dtype,
+            device=linear.device,
+        )
+        for (part, leaf), tensor in linear.adapter.tensors().items():
+            self._tensors[tensor_name(f"{prefix}.{part}", leaf)] = tensor
+
+    def _shapes_by_module(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        """Of the whole tensors of every targeted linear of all ranks, by leaf."""
+        method = self.config.method
+        targeted = filter(self.config.targets, self._shapes)
+        return {module: method.shapes(*self._shapes[module], module) for module in targeted}
+
+    def _owner(self, module: str, leaf: str) -> str:
+        """The name under which a tensor is trained: that of the first part with which it is shared."""
+        parts = fused_with(module) if self._tied and leaf == self.config.method.shared_leaf else (module,)
+        return tensor_name(next(part for part in parts if self.config.targets(part)), leaf)
+
+    def _check_values(self, adapter: Adapter) -> None:
+        # Those of other ranks too, so that all ranks refuse alike.
+        for module, of_module in self._shapes_by_module().items():
+            for leaf in of_module:
+                self._check_value(adapter, tensor_name(module, leaf), self._owner(module, leaf))
+
+    def _check_value(self, adapter: Adapter, name: str, shared: str) -> None:
+        if name != shared and not torch.equal(adapter.tensors[name], adapter.tensors[shared]):
+            raise ValueError(f"{name} differs from {shared}: fused='tied' shares one tensor; set fused='split'")
+        dtype = adapter.tensors[name].dtype
+        if torch.promote_types(dtype, self.dtype) != self.dtype:
+            raise ValueError(f"{name} is {dtype}: a {self.dtype} adapter would round it; set orbit.adapter.dtype=fp32")
+
+
+def read_peft_folder(folder: str | Path) -> Adapter:
+    """An adapter as peft saves it.
+
+    Raises:
+        ValueError: a file is missing or not a safetensors file, or the configuration is not one that the slots hold.
+    """
+    config, weights = Path(folder) / PEFT_CONFIG_FILE, Path(folder) / PEFT_WEIGHTS_FILE
+    missing = [path.name for path in (config, weights) if not path.is_file()]
+    if missing:
+        raise ValueError(
+            f"adapter folder {folder}: no {' and no '.join(missing)}; save one with peft's save_pretrained"
+        )
+    try:
+        tensors = safetensors.torch.load_file(weights)
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"adapter file {weights} is not a safetensors file: {error}") from None
+    return Adapter(tensors, AdapterConfig.from_peft_json(config.read_text()))
+
+
+def write_peft_folder(adapter: Adapter, folder: str | Path) -> None:
+    """Write ``adapter`` as peft saves it; creates the folder."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / PEFT_CONFIG_FILE).write_text(adapter.config.to_peft_json())
+    (folder / PEFT_WEIGHTS_FILE).write_bytes(adapter.to_peft_file())
+
+
+def _generator(seed: int, module: str) -> torch.Generator:
+    """The same for a linear whatever other linears, ranks or layers there are."""
+    digest = hashlib.sha256(f"{seed}/{module}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+
+
+def _what_differs(left: Mapping[str, Any], right: Mapping[str, Any]) -> tuple[str, str]:
+    """The entries of each that the other has not, as JSON; of two methods their names, as the rest follows from these."""
+    if left["peft_type"] != right["peft_type"]:
+        left, right = ({"peft_type": one["peft_type"]} for one in (left, right))
+    return tuple(
+        json.dumps({key: value for key, value in one.items() if key not in other or other[key] != value})
+        for one, other in ((left, right), (right, left))
+    )
