@@ -1,9 +1,12 @@
 """Python processes that begin with everything imported: forks of one process that has imported it.
 
 Importing torch, verl and SGLang takes ten seconds of a processor, and a run of verl does it in a dozen processes. The
-executable of a ``ForkServer`` takes Python's command line and behaves as Python does, but its process is forked, and so
-are all Python processes that this one starts through ``sys.executable``: Ray's, its workers, and those of
-``multiprocessing``. What they compute and say is theirs; only how they come to life differs.
+executable of a fork server takes Python's command line and does what Python would, but its process is a fork, and so are
+all that this one starts through ``sys.executable``: Ray's, its workers, and those of ``multiprocessing``. What they
+compute and say is theirs; only how they come to life differs.
+
+The executable is ``fork_client.py``. It stands for the forked process where that was asked for: it forwards signals, ends
+as that one ends, and takes it along when it is killed.
 """
 
 import contextlib
@@ -12,7 +15,9 @@ import fcntl
 import gc
 import importlib
 import json
+import multiprocessing
 import os
+import runpy
 import selectors
 import signal
 import socket
@@ -20,36 +25,43 @@ import subprocess
 import sys
 import tempfile
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-# Ray's C++ side reads two variables once, when it is loaded: the job, and a process after which a worker must not live on.
-FIRST_JOB = "01000000"
 CLIENT = Path(__file__).with_name("fork_client.py")
+# Ray's C++ side reads these only when it is loaded: the job, which is the first of each cluster, and a process without
+# which no worker goes on. Arrow would start a thread, and a fork has none but its own.
+READ_AT_IMPORT = {
+    "RAY_JOB_ID": "01000000",
+    "RAY_RAYLET_PID": str(os.getpid()),
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+}
 _MOST_FILES = 250
-_HIGH = 1000  # file descriptors from here on are not a process's own
+# Numbers of files: forked processes find their own below the first, imported modules keep theirs from there on.
+_OF_MODULES, _OF_REQUESTS = 512, 768
 _FLAGS_WITH_VALUE = ("-X", "-W")
 
 
 @contextlib.contextmanager
-def fork_server(modules: Sequence[str], log: Path) -> Iterator[Path]:
-    """Start a server that has imported ``modules``; yields the executable that stands in for ``sys.executable``."""
-    with tempfile.TemporaryDirectory(prefix="fork_server_") as name, log.open("wb") as output:
-        folder = Path(name)
-        executable = folder / "python"
+def fork_server(modules: Sequence[str], environment: Mapping[str, str], log: Path) -> Iterator[str]:
+    """Import ``modules`` in a process with ``environment``; yields an executable to use for ``sys.executable``."""
+    with tempfile.TemporaryDirectory(prefix="fork_server_") as folder, log.open("wb") as output:
+        executable = Path(folder) / "python"
         executable.write_text(f"#!{sys.executable} -IS\n{CLIENT.read_text()}")
         executable.chmod(0o755)
-        command = [sys.executable, __file__, str(folder), *modules]
-        environment = {**os.environ, "RAY_JOB_ID": FIRST_JOB, "RAY_RAYLET_PID": str(os.getpid())}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": output}
-        server = subprocess.Popen(command, env=environment, **pipes)
+        server = subprocess.Popen(
+            [sys.executable, __file__, folder, *modules],
+            env={**os.environ, **environment, **READ_AT_IMPORT},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=output,
+        )
         try:
             if not server.stdout.readline():
-                raise RuntimeError(f"the fork server ended with {server.wait()}: {log.read_text()[-2000:]}")
-            yield executable
+                raise RuntimeError(f"the fork server ended with status {server.wait()}: {log.read_text()[-2000:]}")
+            yield str(executable)
         finally:
-            server.stdin.close()  # which ends it
-            server.wait()
+            server.communicate()  # it ends with its input
 
 
 @dataclasses.dataclass
@@ -60,161 +72,161 @@ class Request:
     environment: dict[str, str]
     folder: str
     files: list[int]
-    """The numbers under which it must find its files."""
+    """The numbers of its open files."""
     received: list[int]
     """The same files as they arrived here."""
 
     @classmethod
     def receive(cls, connection: socket.socket) -> "Request":
         head, received, _, _ = socket.recv_fds(connection, 8, _MOST_FILES)
-        body = b""
-        while len(body) < int.from_bytes(head, "big"):
-            body += connection.recv(1 << 16)
+        body = connection.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL)
         return cls(received=received, **json.loads(body))
-
-    def run(self, executable: str) -> None:
-        """Become that process and run its program to its end."""
-        self._take_files()
-        os.chdir(self.folder)
-        os.environ.clear()
-        os.environ.update(self.environment)
-        sys.executable = executable
-        _forget_the_server()
-        flags = _leading_flags(self.arguments)
-        kind, arguments = self.arguments[flags : flags + 1], self.arguments[flags + 1 :]
-        sys.path[0:0] = self.environment.get("PYTHONPATH", "").split(os.pathsep)
-        main = sys.modules["__main__"] = types.ModuleType("__main__")
-        main.__dict__["__builtins__"] = __builtins__
-        if kind == ["-m"]:
-            import runpy
-
-            sys.path.insert(0, os.getcwd())
-            sys.argv = ["-m", *arguments[1:]]
-            runpy._run_module_as_main(arguments[0])  # what ``python -m`` calls
-        elif kind == ["-c"]:
-            sys.path.insert(0, "")
-            sys.argv = ["-c", *arguments[1:]]
-            exec(compile(arguments[0], "<string>", "exec"), main.__dict__)
-        else:
-            (script,) = kind
-            sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-            sys.argv = [script, *arguments]
-            main.__file__ = script
-            exec(compile(Path(script).read_bytes(), script, "exec"), main.__dict__)
-
-    def _take_files(self) -> None:
-        high = [fcntl.fcntl(file, fcntl.F_DUPFD, _HIGH) for file in self.received]
-        self.close()
-        for file, number in zip(high, self.files, strict=True):
-            os.dup2(file, number)
-            os.close(file)
 
     def close(self) -> None:
         for file in self.received:
             os.close(file)
 
+    def run(self, executable: str) -> None:
+        """Become that process, and run its program to its end."""
+        self._take_files()
+        os.chdir(self.folder)
+        os.environ.clear()
+        os.environ.update(self.environment)
+        sys.executable = executable
+        multiprocessing.set_executable(executable)
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed()  # Python does it itself for ``random``
+        if ray := sys.modules.get("ray"):
+            ray._raylet.Config.initialize("")  # which reads the environment again, but for READ_AT_IMPORT
+        self._run_program()
 
-def _leading_flags(arguments: list[str]) -> int:
-    """How many arguments are Python's own and come before ``-c``, ``-m`` or a script."""
-    count = 0
-    while arguments[count].startswith("-") and arguments[count] not in ("-c", "-m"):
-        count += 2 if arguments[count] in _FLAGS_WITH_VALUE else 1
-    return count
+    def _take_files(self) -> None:
+        moved = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, _OF_REQUESTS) for file in self.received]
+        self.close()
+        for file, number in zip(moved, self.files, strict=True):
+            os.dup2(file, number)
+            os.close(file)
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(line_buffering=True, write_through=True)
+
+    def _run_program(self) -> None:
+        """What Python does with its command line."""
+        position = 0
+        while self.arguments[position].startswith("-") and self.arguments[position] not in ("-c", "-m"):
+            position += 2 if self.arguments[position] in _FLAGS_WITH_VALUE else 1
+        what, *arguments = self.arguments[position:]
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        vars(main)["__builtins__"] = __builtins__
+        sys.path[:0] = filter(None, self.environment.get("PYTHONPATH", "").split(os.pathsep))
+        if what == "-m":
+            sys.path.insert(0, self.folder)
+            sys.argv = arguments
+            runpy._run_module_as_main(arguments[0])  # which ``python -m`` calls
+        elif what == "-c":
+            sys.path.insert(0, "")
+            sys.argv = ["-c", *arguments[1:]]
+            exec(arguments[0], vars(main))
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.abspath(what)))
+            sys.argv = [what, *arguments]
+            main.__file__ = what
+            exec(compile(Path(what).read_bytes(), what, "exec"), vars(main))
 
 
-def _forget_the_server() -> None:
-    """Undo what a process of its own would not have inherited."""
-    import multiprocessing
+class Server:
+    """Forks a process for every request; each has a client, which is told when it has ended."""
 
-    import numpy as np
+    def __init__(self, listener: socket.socket):
+        self._listener = listener
+        self._clients: dict[int, socket.socket] = {}
+        self._ended, self._wake = socket.socketpair()
+        self._wake.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        for source, call in ((sys.stdin, self._stop), (listener, self._fork), (self._ended, self._report)):
+            self._selector.register(source, selectors.EVENT_READ, call)
 
-    multiprocessing.set_executable(sys.executable)
-    if "ray" in sys.modules:
-        from ray._raylet import Config
-
-        Config.initialize("")  # reads the environment again
-    np.random.seed()
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True, write_through=True)
-
-
-def serve(listener: socket.socket) -> Request:
-    """Fork a process for every request, until standard input ends; returns in the forked process alone."""
-    clients: dict[int, socket.socket] = {}
-    ended, wake = socket.socketpair()
-    wake.setblocking(False)
-    signal.set_wakeup_fd(wake.fileno())
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    selector = selectors.DefaultSelector()
-    for file in (sys.stdin, listener, ended):
-        selector.register(file, selectors.EVENT_READ)
-    while True:
-        for key, _ in selector.select():
-            if key.fileobj is listener:
-                connection, _ = listener.accept()
-                request = Request.receive(connection)
-                pid = os.fork()
-                if pid == 0:
-                    signal.set_wakeup_fd(-1)
-                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    for file in (selector, ended, wake, listener, connection, *clients.values()):
-                        file.close()
-                    os.setsid()
+    def serve(self) -> Request:
+        """Serve until standard input ends; returns in forked processes alone."""
+        signal.set_wakeup_fd(self._wake.fileno())
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj.fileno() != -1 and (request := key.data()):
                     return request
-                request.close()
-                _tell(connection, pid)
-                clients[pid] = connection
-                selector.register(connection, selectors.EVENT_READ, pid)
-            elif key.fileobj is ended:
-                ended.recv(1 << 10)
-                for pid, status in _ended_children():
-                    connection = clients.pop(pid, None)
-                    if connection is not None:
-                        selector.unregister(connection)
-                        _tell(connection, status)
-                        connection.close()
-            elif key.fileobj is sys.stdin:
-                for pid in clients:
-                    os.kill(pid, signal.SIGKILL)
-                os._exit(0)
-            elif key.data in clients:  # the client was killed
-                os.kill(key.data, signal.SIGKILL)
-                selector.unregister(key.fileobj)
-                clients.pop(key.data).close()
 
-
-def _ended_children() -> Iterator[tuple[int, int]]:
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
+    def _fork(self) -> Request | None:
+        client, _ = self._listener.accept()
+        request = Request.receive(client)
+        pid = os.fork()
         if pid == 0:
-            return
-        yield pid, os.waitstatus_to_exitcode(status)
+            self._forget(client)
+            return request
+        request.close()
+        self._clients[pid] = client
+        _tell(client, pid)
+        self._selector.register(client, selectors.EVENT_READ, lambda: self._kill(pid))
+
+    def _forget(self, client: socket.socket) -> None:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for file in (self._selector, self._ended, self._wake, self._listener, client, *self._clients.values()):
+            file.close()
+        os.setsid()
+
+    def _kill(self, pid: int) -> None:
+        """The client is gone: it was killed, and so is its process."""
+        os.kill(pid, signal.SIGKILL)
+        self._drop(pid)
+
+    def _report(self) -> None:
+        self._ended.recv(1 << 12)
+        with contextlib.suppress(ChildProcessError):  # there is none left
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if client := self._clients.get(ended[0]):
+                    _tell(client, os.waitstatus_to_exitcode(ended[1]))
+                    self._drop(ended[0])
+
+    def _drop(self, pid: int) -> None:
+        client = self._clients.pop(pid)
+        self._selector.unregister(client)
+        client.close()
+
+    def _stop(self) -> None:
+        for pid in self._clients:
+            os.kill(pid, signal.SIGKILL)
+        os._exit(0)
 
 
-def _tell(connection: socket.socket, number: int) -> None:
-    try:
-        connection.sendall(number.to_bytes(8, "big", signed=True))
-    except BrokenPipeError:
-        pass  # the client was killed, which is noticed at its connection
+def _tell(client: socket.socket, number: int) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it was killed, which its socket says too
+        client.sendall(number.to_bytes(8, "big", signed=True))
+
+
+def import_all(modules: Sequence[str]) -> None:
+    """Import, with what modules open out of the way of the files of forked processes; nothing else may be left running."""
+    fillers = []
+    while not fillers or fillers[-1] < _OF_MODULES:
+        fillers.append(os.open(os.devnull, os.O_RDONLY))
+    for module in modules:
+        importlib.import_module(module)
+    for file in fillers:
+        os.close(file)
+    threads = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
+    assert len(threads) == 1, f"a thread's locks would stay locked in a fork: {threads}"
+    gc.collect()
+    gc.freeze()
 
 
 def main() -> None:
-    """Import, say that it is done, and serve."""
+    """Import, say that it is done, and serve; in a fork, be the process that was asked for."""
     folder, *modules = sys.argv[1:]
     del sys.path[0]
-    for module in modules:
-        importlib.import_module(module)
-    gc.collect()
-    gc.freeze()
+    import_all(modules)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(os.path.join(folder, "socket"))
     listener.listen(128)
     print("ready", flush=True)
-    request = serve(listener)
-    request.run(os.path.join(folder, "python"))
+    Server(listener).serve().run(os.path.join(folder, "python"))
 
 
 if __name__ == "__main__":

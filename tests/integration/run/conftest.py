@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from orbit_cli.processes import run_to_end
+from tests.support.fork_server import fork_server
 from recipes.tiny_arithmetic.data import TaskConfig, split_problems, write_parquet
 from recipes.tiny_arithmetic.tokenizer import build_tokenizer
 
@@ -94,21 +94,40 @@ def models(tmp_path_factory) -> Callable[[torch.dtype], Path]:
     return build
 
 
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "HF_HUB_OFFLINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+}
+IMPORTED = (
+    "transformers",
+    "peft",
+    "verl.trainer.ppo.v1",
+    "orbit_verl.driver.trainer",
+    "orbit_verl.worker.actor",
+    "orbit_verl.rollout.replica",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.managers.detokenizer_manager",
+)
+
+
 @pytest.fixture(scope="session")
-def train(data) -> Callable[..., Run]:
+def forked_python(tmp_path_factory):
+    with fork_server(IMPORTED, tmp_path_factory.mktemp("fork_server") / "log", ENVIRONMENT) as executable:
+        yield executable
+
+
+@pytest.fixture(scope="session")
+def train(data, forked_python) -> Callable[..., Run]:
     """Run ``verl.trainer.main_ppo`` to its end; nothing of it is left when this returns."""
 
     def run(model: Path, folder: Path, *overrides: str, on_poll: Callable[[], None] = lambda: None) -> Run:
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
-            "RAY_prestart_worker_first_driver": "0",
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_DEDUP_LOGS": "0",
-            "HF_HUB_OFFLINE": "1",
-        }
-        command = [sys.executable, "-m", "verl.trainer.main_ppo", *OVERRIDES]
+        environment = {**os.environ, **ENVIRONMENT, "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl")}
+        command = [str(forked_python), "-m", "verl.trainer.main_ppo", *OVERRIDES]
         command += [
             f"actor_rollout_ref.model.path={model}",
             f"data.train_files={data}/train.parquet",
