@@ -5,11 +5,11 @@ import json
 import pytest
 import safetensors
 import torch
-from format_support import FORMATS, quantize, random_weight
 from safetensors.torch import save_file
 
 from orbit_kernels.checkpoint.files import HFCheckpoint
 from orbit_kernels.formats import Fp8Format, Int4Format, Mxfp4Format, TensorSpec, WeightFormat
+from tests.support.formats import FORMATS, quantize, random_weight
 
 MODULES = ("model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj")
 ROWS, COLUMNS = 32, 256

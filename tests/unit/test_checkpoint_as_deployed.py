@@ -5,11 +5,11 @@ import struct
 
 import pytest
 import torch
-from format_support import quantize, random_weight
 from safetensors.torch import save_file
 
 from orbit_kernels.checkpoint.files import HFCheckpoint
 from orbit_kernels.formats import Fp8Format, Int4Format
+from tests.support.formats import quantize, random_weight
 
 MODULE = "model.layers.0.mlp.up_proj"
 ROWS, COLUMNS = 160, 256

@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
-from format_support import random_weight
 from safetensors.torch import save_file
 
 from orbit_cli.quantize import quantize_checkpoint
+from tests.support.formats import random_weight
 
 UP = "model.layers.0.mlp.up_proj"
 

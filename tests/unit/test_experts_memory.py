@@ -9,13 +9,13 @@ import time
 
 import pytest
 import torch
-from live_bytes import LiveBytes
 
 from orbit_kernels.adapters import OFTMethod
 from orbit_kernels.adapters.oft import reference as oft
 from orbit_kernels.experts import DOWN, GATE, UP, ChunkBuffer, FrozenExperts, PerExpert, StackedWeights, expert_mlp
 from orbit_kernels.formats import Bf16Format, Int4Format
 from orbit_kernels.frozen.product import StoredWeight
+from tests.support.live_bytes import LiveBytes
 
 
 def _peak_bytes(num_experts: int, chunk: int) -> tuple[int, int]:

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from format_support import random_weight
 
 from orbit_kernels.formats import Fp8Format, Nvfp4Format
 from orbit_kernels.formats.fp8 import reference
+from tests.support.formats import random_weight
 
 
 @pytest.mark.parametrize("exponent", [-100, -30, -10, 0, 10, 100])

@@ -5,10 +5,10 @@ import torch
 from compressed_tensors.compressors import MXFP4PackedCompressor, NVFP4PackedCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, preset_name_to_scheme
 from compressed_tensors.quantization.utils import calculate_qparams
-from format_support import random_weight
 
 from orbit_kernels.formats import Mxfp4Format, Nvfp4Format
 from orbit_kernels.formats.common import e2m1, nibbles
+from tests.support.formats import random_weight
 
 NVFP4_ARGUMENTS = preset_name_to_scheme("NVFP4A16", ["Linear"]).weights
 MXFP4_ARGUMENTS = preset_name_to_scheme("MXFP4A16", ["Linear"]).weights

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from format_support import random_weight
 
 from orbit_kernels.formats import Fp8Format
 from orbit_kernels.formats.fp8.reference import decode
+from tests.support.formats import random_weight
 
 FP8 = torch.float8_e4m3fn
 

@@ -5,9 +5,9 @@ import torch
 from compressed_tensors.compressors import PackedQuantizationCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from format_support import random_weight
 
 from orbit_kernels.formats import Int4Format
+from tests.support.formats import random_weight
 
 
 def _tensors(codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None = None):

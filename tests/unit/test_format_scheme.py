@@ -5,10 +5,10 @@ import json
 
 import pytest
 import torch
-from format_support import FORMATS
 
 from orbit_kernels.formats import Bf16Format, Fp8Format, Int4Format, Mxfp4Format, Nvfp4Format, read_base_scheme
 from orbit_kernels.formats.scheme.write import quantization_config
+from tests.support.formats import FORMATS
 
 UP_PROJ, O_PROJ = "model.layers.0.mlp.up_proj", "model.layers.11.self_attn.o_proj"
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}

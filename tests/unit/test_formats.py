@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
-from format_support import FORMATS, LARGEST_ERROR, quantize, random_weight
 
 from orbit_kernels.formats import Bf16Format, Int4Format, Nvfp4Format
 from orbit_kernels.frozen.product import StoredWeight
+from tests.support.formats import FORMATS, LARGEST_ERROR, quantize, random_weight
 
 ROWS, COLUMNS = 256, 384
 each_format = pytest.mark.parametrize("name", FORMATS)

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from format_support import FORMATS, random_weight, stored
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from orbit_kernels.formats import Bf16Format, Int4Format
 from orbit_kernels.frozen.product import StoredWeight, frozen_matmul
+from tests.support.formats import FORMATS, random_weight, stored
 
 MIB = 2**20
 COLUMNS, ROWS = 384, (256, 128, 128)

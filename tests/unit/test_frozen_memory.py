@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from format_support import FORMATS, stored
-from live_bytes import LiveBytes
 
 from orbit_kernels.formats import Int4Format
 from orbit_kernels.frozen.product import StoredWeight, frozen_matmul
+from tests.support.formats import FORMATS, stored
+from tests.support.live_bytes import LiveBytes
 
 MIB = 2**20
 TOKENS = 256

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from fuzz_bodies import JSON_TEXTS, assembled, config_header, fuzzed, json_bodies, parts, payloads, with_text
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.requests import Request
@@ -21,6 +20,16 @@ from orbit_kernels.contract.versions import MAX_VERSION
 from orbit_sglang.control import messages
 from orbit_sglang.http.request_body import NATIVE_PATH, OPENAI_PATHS, OTHER_PATHS, VersionInBody
 from orbit_sglang.http.routes import Routes
+from tests.support.fuzz_bodies import (
+    JSON_TEXTS,
+    assembled,
+    config_header,
+    fuzzed,
+    json_bodies,
+    parts,
+    payloads,
+    with_text,
+)
 
 LINEARS = {
     f"model.layers.{layer}.{part}": (32, 32)

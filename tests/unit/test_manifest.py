@@ -5,10 +5,10 @@ import json
 
 import pytest
 import torch
-from format_support import FORMATS, quantize, random_weight
 
 from orbit_kernels.checkpoint.manifest import BaseManifest, Cut, first_difference, tensor_digest
 from orbit_kernels.formats import Int4Format
+from tests.support.formats import FORMATS, quantize, random_weight
 
 MODULES = ("model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj")
 HOLDERS = ("the trainer", "the server")

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from format_support import FORMATS, stored
 from torch.nn import functional
 
 from orbit_cli.rounding_errors import LinearError
@@ -11,6 +10,7 @@ from orbit_kernels.adapters.lora import reference as lora
 from orbit_kernels.adapters.oft import reference as oft
 from orbit_kernels.formats import Nvfp4Format
 from orbit_kernels.frozen.product import StoredWeight, frozen_matmul
+from tests.support.formats import FORMATS, stored
 
 ROWS, COLUMNS, BUDGET = 128, 384, 64 << 20
 METHODS = {"oft": OFTMethod(block_size=32), "lora": LoRAMethod(rank=4, alpha=8)}

@@ -11,9 +11,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from orbit_cli.processes import run_to_end
-from tests.support.fork_server import fork_server
 from recipes.tiny_arithmetic.data import TaskConfig, split_problems, write_parquet
 from recipes.tiny_arithmetic.tokenizer import build_tokenizer
+from tests.support.fork_server import fork_server
 
 # Pays for digits: a random model gets a reward with a spread from the first step on.
 REWARD = """

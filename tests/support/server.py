@@ -1,5 +1,6 @@
-"""A real SGLang server as a child process, and the requests that the tests make of it."""
+"""A real SGLang server, and the requests that the tests make of it."""
 
+import atexit
 import contextlib
 import os
 import pathlib
@@ -16,7 +17,9 @@ import psutil
 import requests
 
 from orbit_kernels.contract.payload import Adapter
+from tests.support.zygote import ENVIRONMENT, ForkedServer, Zygote
 
+Process = subprocess.Popen | ForkedServer
 START_TIMEOUT_S = 400
 PROMPT = [(17 * index + 5) % 50 + 3 for index in range(24)]
 CPU_FLAGS = (
@@ -44,10 +47,14 @@ RECORDING_FLAGS = (
 )  # fmt: skip
 
 
+ZYGOTE = Zygote()
+atexit.register(ZYGOTE.close)
+
+
 class Server:
     """Requests to a running server; ``log`` is the file with everything it printed."""
 
-    def __init__(self, url: str, log: pathlib.Path, process: subprocess.Popen, key: str | None = None):
+    def __init__(self, url: str, log: pathlib.Path, process: Process, key: str | None = None):
         self.url = url
         self.log = log
         self.process = process
@@ -172,16 +179,21 @@ def free_port() -> int:
     raise RuntimeError("no free port")
 
 
-def launch(model: pathlib.Path, log: pathlib.Path, port: int, *flags: str) -> subprocess.Popen:
-    """Start a server in a process group of its own."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "SGLANG_USE_CPU_ENGINE": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "sglang.launch_server", "--model-path", str(model)]
-    command += ["--host", "127.0.0.1", "--port", str(port), *CPU_FLAGS, *flags]
+def launch(model: pathlib.Path, log: pathlib.Path, port: int, *flags: str, cold: bool = False) -> Process:
+    """Start a server in a process group of its own.
+
+    ``cold``: by its command line, as a user does. It takes a minute on two cores, a forked server (``zygote``) a second.
+    """
+    arguments = ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), *CPU_FLAGS, *flags]
+    if not cold:
+        return ZYGOTE.start(arguments, log)
+    command = [sys.executable, "-W", "ignore", "-m", "sglang.launch_server", *arguments]
+    environment = {**os.environ, **ENVIRONMENT}
     with log.open("wb") as output:
         return subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
 
 
-def stop(process: subprocess.Popen) -> None:
+def stop(process: Process) -> None:
     """End a server and every process that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -189,10 +201,12 @@ def stop(process: subprocess.Popen) -> None:
 
 
 @contextlib.contextmanager
-def serve(model: pathlib.Path, log: pathlib.Path, *flags: str, key: str | None = None) -> Iterator[Server]:
+def serve(
+    model: pathlib.Path, log: pathlib.Path, *flags: str, key: str | None = None, cold: bool = False
+) -> Iterator[Server]:
     """A server that is ready, for the length of the body."""
     port = free_port()
-    process = launch(model, log, port, *flags)
+    process = launch(model, log, port, *flags, cold=cold)
     server = Server(f"http://127.0.0.1:{port}", log, process, key)
     try:
         _wait_until_ready(server)
@@ -208,5 +222,5 @@ def _wait_until_ready(server: Server) -> None:
         with contextlib.suppress(requests.ConnectionError):
             if requests.get(server.url + "/health", timeout=5).status_code == 200:
                 return
-        time.sleep(0.2)
+        time.sleep(0.05)
     raise AssertionError(server.log.read_text()[-4000:])

@@ -8,7 +8,6 @@ import pathlib
 from collections.abc import Iterator
 
 import torch
-from harness import free_port
 from sglang.bench_one_batch import decode, extend
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import destroy_distributed_environment, destroy_model_parallel
@@ -23,6 +22,7 @@ from orbit_kernels.contract.payload import Adapter
 from orbit_sglang import plugin
 from orbit_sglang.control.slots import BASE_SLOT
 from orbit_sglang.scheduler.slot_scheduler import RequestVersion
+from tests.support.server import free_port
 
 OPTIONS = {
     "device": "cpu", "attention_backend": "torch_native", "enable_orbit_slots": True,
