@@ -101,6 +101,7 @@ class Request:
         self._run_program()
 
     def _take_files(self) -> None:
+        assert max(self.files) < _OF_MODULES, f"file {max(self.files)} could be a module's"
         moved = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, _OF_REQUESTS) for file in self.received]
         self.close()
         for file, number in zip(moved, self.files, strict=True):
@@ -211,6 +212,8 @@ def import_all(modules: Sequence[str]) -> None:
         importlib.import_module(module)
     for file in fillers:
         os.close(file)
+    if title := sys.modules.get("setproctitle"):
+        title.getproctitle()  # finds its place now: it cannot once the environment has been replaced
     threads = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
     assert len(threads) == 1, f"a thread's locks would stay locked in a fork: {threads}"
     gc.collect()

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-
-from recipes.tiny_arithmetic.tokenizer import build_tokenizer
+from transformers import AutoTokenizer
 
 
 @pytest.mark.parametrize(
@@ -24,7 +23,7 @@ def test_refused_before_anything_starts(train, models, tmp_path, override, messa
 
 
 def test_tokeniser_of_another_model_is_refused(train, models, tmp_path):
-    tokenizer = build_tokenizer(64)
+    tokenizer = AutoTokenizer.from_pretrained(models(torch.bfloat16))
     tokenizer.add_tokens([f"<another {number}>" for number in range(8)])
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     run = train(
