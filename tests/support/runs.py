@@ -11,6 +11,7 @@ import torch
 
 from orbit_cli.processes import run_to_end
 from recipes.tiny_arithmetic.data import TaskConfig, split_problems, write_parquet
+from recipes.tiny_arithmetic.tokenizer import build_tokenizer
 from tests.support import tiny_models
 
 # What the processes of a run have imported when they are forked, in place of importing it one after the other.
@@ -107,18 +108,21 @@ class Run:
         assert max(step[f"{kind}logprob_abs_diff_max"] for step, kind in found) <= largest
 
 
-def save_model(folder: Path, dtype: torch.dtype) -> Path:
-    """A dense model of two layers; in fp32, where the rounding of every sum shows, with smaller weights."""
-    return tiny_models.save(
-        "qwen3",
-        folder,
-        dtype,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=2,
-        max_position_embeddings=64,
-        initializer_range=0.1 if dtype == torch.float32 else 0.2,
-    )
+def save_model(family: str, folder: Path, dtype: torch.dtype, **fields) -> Path:
+    """A model of two layers with the tokeniser of the sums, whose vocabulary fits the first of two ranks.
+
+    Its weights are smaller in fp32, where the rounding of every sum shows.
+    """
+    tokenizer = build_tokenizer(64)
+    tokens = {
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    weights = {"initializer_range": 0.1 if dtype == torch.float32 else 0.2}
+    tiny_models.save(family, folder, dtype, num_hidden_layers=2, **tokens, **weights, **fields)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def save_data(folder: Path) -> Path:

@@ -20,7 +20,8 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> Callable[[torch.dtype], Path]:
     """The dense model by dtype; each is made once and must not be changed."""
-    return functools.cache(lambda dtype: runs.save_model(tmp_path_factory.mktemp("model"), dtype))
+    sizes = {"hidden_size": 128, "intermediate_size": 384}
+    return functools.cache(lambda dtype: runs.save_model("qwen3", tmp_path_factory.mktemp("model"), dtype, **sizes))
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from orbit_cli.quantize import quantize_checkpoint
-from tests.support import tiny_models
+from tests.support import runs
 from tests.support.runs import ASYNC, SYNC
 
 pytestmark = pytest.mark.slow
@@ -38,10 +38,9 @@ OVERRIDES = {"qwen3_moe": R2, "kimi_k25": (LATENT_TARGETS,)}
 EXPECTED = {"qwen3_moe": (0, "self_attn.q_proj"), "kimi_k25": (1, "language_model.model.layers.0.self_attn.kv_b_proj")}
 
 
-def save_model(family: str, folder: Path, *, experts_only: bool) -> Path:
+def save_quantized(family: str, folder: Path, *, experts_only: bool) -> Path:
     """A random model whose experts, or all linears, are in INT4."""
-    sizes = {"num_hidden_layers": LAYERS, "initializer_range": 0.2}
-    source = tiny_models.save(family, folder / "bf16", torch.bfloat16, **sizes)
+    source = runs.save_model(family, folder / "bf16", torch.bfloat16)
     quantize_checkpoint(source, folder / "int4", format_name="int4", experts_only=experts_only)
     return folder / "int4"
 
@@ -51,7 +50,7 @@ def test_a_run_whose_trainer_divides_the_experts(train, tmp_path):
 
     Both take the experts that the server recorded (R3), for stale samples too.
     """
-    model = save_model("deepseek_v3", tmp_path / "model", experts_only=True)
+    model = save_quantized("deepseek_v3", tmp_path / "model", experts_only=True)
     run = train(model, tmp_path / "run", *ASYNC, LATENT_TARGETS, *TWO_TRAINER_RANKS, f"{REPLAY}=R3").succeeded()
     assert re.search(r"orbit: \d+ tensors of the base are equal, trainer ranks: 2, servers: 1", run.log)
     assert re.search(r"orbit: base unchanged \([0-9a-f]{64}\)", run.log)
@@ -68,7 +67,7 @@ def test_a_run_whose_trainer_divides_the_experts(train, tmp_path):
 
 @pytest.mark.parametrize("family", OVERRIDES)
 def test_a_short_run(train, family, tmp_path):
-    model = save_model(family, tmp_path / "model", experts_only=family == "kimi_k25")
+    model = save_quantized(family, tmp_path / "model", experts_only=family == "kimi_k25")
     run = train(model, tmp_path / "run", *THREE_STEPS, *OVERRIDES[family]).succeeded()
     run.check_parity()
     for number, step in enumerate(run.steps, start=1):
