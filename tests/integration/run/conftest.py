@@ -7,14 +7,6 @@ import pytest
 import torch
 
 from tests.support import runs
-from tests.support.fork_server import fork_server
-
-
-def pytest_collection_modifyitems(items):
-    """A run takes gigabytes: one at a time."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("run"))
 
 
 @pytest.fixture(scope="session")
@@ -30,11 +22,9 @@ def data(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def train(data, tmp_path_factory) -> Callable[..., runs.Run]:
+def train(data, forked_python) -> Callable[..., runs.Run]:
     """Runs verl in forked processes."""
-    environment = runs.ENVIRONMENT | runs.NOT_COMPILED
-    with fork_server(runs.IMPORTED, environment, tmp_path_factory.mktemp("fork_server") / "log") as python:
-        yield functools.partial(runs.train, python, runs.NOT_COMPILED, data)
+    return functools.partial(runs.train, forked_python, runs.NOT_COMPILED, data)
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import torch
 
 from tests.support.runs import ASYNC, Run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("run")]
 
 WAITS_LITTLE = (*ASYNC, "trainer.total_training_steps=500", "orbit.slots.timeout_s=10")
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.runs import SYNC
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("run")]
 
 LORA = (
     *SYNC,

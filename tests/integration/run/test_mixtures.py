@@ -11,7 +11,7 @@ from orbit_cli.quantize import quantize_checkpoint
 from tests.support import runs
 from tests.support.runs import ASYNC, SYNC
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("run")]
 
 THREE_STEPS = (
     *SYNC,

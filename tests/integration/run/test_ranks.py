@@ -7,7 +7,7 @@ import torch
 
 from tests.support.runs import ASYNC
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("run")]
 
 TWO_RANKS = (
     "actor_rollout_ref.rollout.n_gpus_per_node=2",

@@ -4,6 +4,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+pytestmark = pytest.mark.xdist_group("run")
+
 
 @pytest.mark.parametrize(
     "override, message",

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.runs import SYNC
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("run")]
 
 SIX_STEPS = (
     *SYNC,
@@ -37,7 +37,7 @@ def adapter_file(run, step):
 
 
 def test_parity_at_every_step(six_steps):
-    six_steps.check_parity(mean=1e-6, largest=1e-4)
+    six_steps.check_parity(mean=3e-6, largest=3e-5)  # measured 4e-7 and 2.4e-6
     for step in six_steps.steps:
         assert step["orbit/parity/num_tokens"] > 0
         assert "orbit/parity/stale_num_tokens" not in step

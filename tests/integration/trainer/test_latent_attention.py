@@ -5,17 +5,13 @@ import shutil
 import pytest
 import safetensors.torch
 import torch
-from moe_support import (
-    LATENT_TARGETS,
-    assert_gradients,
-    functional_call_log_probs,
-    leaf_tensors,
-    merged_nll,
-    write_deepseek,
-    write_kimi,
-)
-from quantized import dequantized_moe_tensors, edit_config, quantize, weight_format
-from trainer_support import (
+from transformers import AutoConfig
+
+from orbit_kernels.families.architecture import DecoderArchitecture
+from orbit_verl.config.keys import BaseSettings
+from orbit_verl.model import latent_attention
+from orbit_verl.model.tensors import open_checkpoint
+from tests.support.engines import (
     load_reference,
     log_probs,
     make_batch,
@@ -27,12 +23,17 @@ from trainer_support import (
     sequences,
     train_step,
 )
-from transformers import AutoConfig
-
-from orbit_kernels.families.architecture import DecoderArchitecture
-from orbit_verl.config.keys import BaseSettings
-from orbit_verl.model import latent_attention
-from orbit_verl.model.tensors import open_checkpoint
+from tests.support.mixtures import (
+    LATENT_TARGETS,
+    assert_gradients,
+    dequantized_moe_tensors,
+    functional_call_log_probs,
+    leaf_tensors,
+    merged_nll,
+    write_kimi,
+)
+from tests.support.quantized import change_config, quantize, weight_format
+from tests.support.tiny_models import save_trained
 
 PLAIN = BaseSettings(activations="none", experts_per_chunk=3)
 WITHOUT_KEY_VALUE_UP = tuple(target for target in LATENT_TARGETS if target != "kv_b_proj")
@@ -47,7 +48,7 @@ ADAPTERS = {
 def deepseek(tmp_path_factory):
     """Folder of the checkpoint by dtype."""
     root = tmp_path_factory.mktemp("deepseek")
-    return {dtype: write_deepseek(root / str(dtype), dtype) for dtype in (torch.float32, torch.bfloat16)}
+    return {dtype: save_trained("deepseek_v3", root / str(dtype), dtype) for dtype in (torch.float32, torch.bfloat16)}
 
 
 @pytest.fixture(params=["expanded", "absorbed"])
@@ -82,7 +83,7 @@ def test_gradients_are_those_of_merged_weights(deepseek, adapter, path):
 @pytest.mark.parametrize("name", ["int4", "fp8", "mxfp4", "nvfp4"])
 def test_quantised(deepseek, name, path, tmp_path):
     original, stored_as = deepseek[torch.float32], weight_format(name, torch.float32)
-    folder = quantize(original, stored_as, tmp_path / "model")
+    folder = quantize(original, tmp_path / "model", stored_as)
     engine, tokens = engine_of(folder), sequences()
     reference = load_reference(original, torch.float32)
     weights = dequantized_moe_tensors(folder, stored_as, reference)
@@ -95,7 +96,7 @@ def test_quantised(deepseek, name, path, tmp_path):
 
 def test_absorbed_and_expanded_attention_are_two_roundings_of_one_function(tmp_path, monkeypatch):
     """In BF16 they differ, which is why the trainer takes the server's; and not by more than BF16 does."""
-    folder = write_deepseek(tmp_path / "model", torch.bfloat16, initializer_range=0.05)
+    folder = save_trained("deepseek_v3", tmp_path / "model", torch.bfloat16, initializer_range=0.05)
     engine, tokens = engine_of(folder), sequences()
     absorbed = log_probs(engine, tokens)
     monkeypatch.setattr(latent_attention, "is_as_served", lambda: False)
@@ -119,7 +120,7 @@ def test_kimi_is_deepseek_behind_a_prefix(deepseek, tmp_path):
 def test_kimi_k2_is_deepseek_by_another_name(deepseek, tmp_path):
     """transformers knows no such model type; a checkpoint's own Python files are not run."""
     folder, tokens = shutil.copytree(deepseek[torch.float32], tmp_path / "model"), sequences()
-    edit_config(folder, model_type="kimi_k2")
+    change_config(folder, model_type="kimi_k2")
     assert all(
         map(torch.equal, log_probs(engine_of(folder), tokens), log_probs(engine_of(deepseek[torch.float32]), tokens))
     )
@@ -136,7 +137,7 @@ def test_a_training_step_changes_every_kind_of_adapter(deepseek):
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
-    folder = write_deepseek(tmp_path / "model", torch.float32)
+    folder = save_trained("deepseek_v3", tmp_path / "model", torch.float32)
     file = folder / "model.safetensors"
     tensors = safetensors.torch.load_file(file)
     tensors["model.layers.3.eh_proj.weight"] = torch.zeros(2, 2)

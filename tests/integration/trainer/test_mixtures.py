@@ -3,16 +3,12 @@
 import pytest
 import safetensors.torch
 import torch
-from moe_support import (
-    EXPERTS,
-    assert_gradients,
-    functional_call_log_probs,
-    leaf_tensors,
-    merged_nll,
-    write_moe,
-)
-from quantized import dequantized_moe_tensors, quantize, weight_format
-from trainer_support import (
+from transformers import AutoConfig
+
+from orbit_kernels.families.architecture import DecoderArchitecture
+from orbit_verl.config.keys import BaseSettings
+from orbit_verl.model.tensors import open_checkpoint
+from tests.support.engines import (
     load_reference,
     log_probs,
     make_batch,
@@ -24,11 +20,16 @@ from trainer_support import (
     sequences,
     train_step,
 )
-from transformers import AutoConfig
-
-from orbit_kernels.families.architecture import DecoderArchitecture
-from orbit_verl.config.keys import BaseSettings
-from orbit_verl.model.tensors import open_checkpoint
+from tests.support.mixtures import (
+    EXPERTS,
+    assert_gradients,
+    dequantized_moe_tensors,
+    functional_call_log_probs,
+    leaf_tensors,
+    merged_nll,
+)
+from tests.support.quantized import quantize, weight_format
+from tests.support.tiny_models import save_trained
 
 PLAIN = BaseSettings(activations="none", experts_per_chunk=3)
 
@@ -37,7 +38,7 @@ PLAIN = BaseSettings(activations="none", experts_per_chunk=3)
 def moe(tmp_path_factory):
     """Folder of the checkpoint by dtype."""
     root = tmp_path_factory.mktemp("moe")
-    return {dtype: write_moe(root / str(dtype), dtype) for dtype in (torch.float32, torch.bfloat16)}
+    return {dtype: save_trained("qwen3_moe", root / str(dtype), dtype) for dtype in (torch.float32, torch.bfloat16)}
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
@@ -98,7 +99,7 @@ def test_an_adapter_that_experts_share_rotates_before_dispatch(moe):
 @pytest.mark.parametrize("name", ["int4", "fp8", "mxfp4", "nvfp4"])
 def test_quantised_experts(moe, name, tmp_path):
     original, stored_as = moe[torch.float32], weight_format(name, torch.float32)
-    folder = quantize(original, stored_as, tmp_path / "model")
+    folder = quantize(original, tmp_path / "model", stored_as)
     engine, tokens = make_engine(folder, base=PLAIN), sequences()
     reference = load_reference(original, torch.float32)
     weights = dequantized_moe_tensors(folder, stored_as, reference)
@@ -137,7 +138,7 @@ def test_adapters_on_single_experts_are_refused(moe, targets):
 
 
 def test_a_missing_expert_is_named(moe, tmp_path):
-    folder = write_moe(tmp_path / "broken", torch.float32)
+    folder = save_trained("qwen3_moe", tmp_path / "broken", torch.float32)
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
     del tensors["model.layers.2.mlp.experts.5.up_proj.weight"]
     safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

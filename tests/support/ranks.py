@@ -1,4 +1,4 @@
-"""Ranks of a test: a script in a process of its own, which imports everything once and forks them."""
+"""Ranks of a test: a module that is run in a process of its own, which forks them."""
 
 import json
 import os
@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 
-def run_script(script: Path, *arguments: Any) -> None:
-    """Run a script whose arguments are JSON to its end; nothing of it is left when this returns."""
+def run_module(python: str, module: str, *arguments: Any) -> None:
+    """Run a module whose arguments are JSON to its end; nothing of it is left when this returns."""
     process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", script, *map(json.dumps, arguments)],
+        [python, "-W", "ignore", "-m", module, *map(json.dumps, arguments)],
         start_new_session=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
@@ -28,8 +28,8 @@ def run_script(script: Path, *arguments: Any) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def script_arguments() -> list[Any]:
-    """In the script: what ``run_script`` was given."""
+def module_arguments() -> list[Any]:
+    """In the module: what ``run_module`` was given."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     return [json.loads(argument) for argument in sys.argv[1:]]

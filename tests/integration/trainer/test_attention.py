@@ -3,9 +3,9 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
-from trainer_support import log_probs, make_engine, max_difference, randomise, sequences
 
 from orbit_verl.model.attention import CausalAttention, as_served
+from tests.support.engines import log_probs, make_engine, max_difference, randomise, sequences
 
 LENGTHS, PROMPTS = (37, 21, 50, 21), (20, 5, 20, 0)
 HEADS, KV_HEADS, WIDTH = 4, 2, 16

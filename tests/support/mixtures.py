@@ -7,59 +7,28 @@ from pathlib import Path
 from unittest import mock
 
 import safetensors.torch
-import tiny_models
 import torch
 from torch.func import functional_call
-from trainer_support import SMALL, VOCAB, response_mask
-from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import PreTrainedModel
 
 from orbit_kernels.adapters.config import split_name
-from orbit_kernels.linears.fusing import FUSED_PARTS
+from orbit_kernels.formats import WeightFormat
+from orbit_kernels.linears.fusing import FUSED_PARTS, GATE_UP
 from orbit_verl.worker.engine import OrbitEngine
+from tests.support.adapters import LINEAR_WEIGHT
+from tests.support.engines import response_mask
+from tests.support.tiny_models import save_trained
 
 EXPERTS, TOP_K, FFN, LAYERS = 8, 2, 64, 3
 LATENT_TARGETS = (
     *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
     *("gate_proj", "up_proj", "down_proj"),
 )
-# A small factor: a large one sharpens attention until fp32 gradients of the reference itself are not known to 1e-5.
-LATENT_FIELDS = {
-    "vocab_size": VOCAB,
-    "initializer_range": 0.15,
-    "rope_parameters": {**tiny_models.YARN, "factor": 4.0, "original_max_position_embeddings": 128},
-}
-
-
-def write_moe(folder: Path, dtype: torch.dtype, **config) -> Path:
-    """A random Qwen3-MoE whose router spreads tokens over all experts; layer 1 of 3 is dense."""
-    torch.manual_seed(0)
-    layers = {"num_hidden_layers": 3, "mlp_only_layers": [1]}
-    fields = SMALL | layers | {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K} | config
-    rope = {"rope_type": "default", "rope_theta": 1e6}
-    model = Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            **fields,
-            moe_intermediate_size=FFN,
-            norm_topk_prob=True,
-            head_dim=32,
-            rope_parameters=rope,
-        )
-    )
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            torch.nn.init.normal_(parameter, 1.0, 0.2)
-    model.to(dtype).save_pretrained(folder)
-    return folder
-
-
-def write_deepseek(folder: Path, dtype: torch.dtype, **config) -> Path:
-    """A random DeepSeek-V3 whose first layer of three is dense; one of two groups of experts is open to a token."""
-    return tiny_models.save_deepseek_v3(folder, dtype, **LATENT_FIELDS | config)
 
 
 def write_kimi(folder: Path, dtype: torch.dtype) -> Path:
-    """The same as the language model of a Kimi-K2.5, with a tensor of what sees images."""
-    tiny_models.save_kimi_k25(folder, dtype, **LATENT_FIELDS)
+    """A Kimi-K2.5 with a tensor of what sees images."""
+    save_trained("kimi_k25", folder, dtype)
     file = folder / "model.safetensors"
     tensors = safetensors.torch.load_file(file)
     tensors["vision_tower.patch_embed.proj.weight"] = torch.zeros(2, 2, dtype=dtype)
@@ -167,3 +136,27 @@ def assert_gradients(actual: dict[str, torch.Tensor], trained: dict[str, torch.T
     for name in actual.keys() - unused:
         expected = trained[name].grad
         assert (actual[name] - expected).abs().max() <= 1e-5 * expected.abs().max() + 1e-9, name
+
+
+def dequantized_moe_tensors(
+    quantized: Path, stored_as: WeightFormat, model: PreTrainedModel
+) -> dict[str, torch.Tensor]:
+    """transformers' parameters of a mixture, experts fused, with the weights that the quantised checkpoint means."""
+    tensors = safetensors.torch.load_file(quantized / "model.safetensors")
+
+    def weight(module: str) -> torch.Tensor:
+        prefix = f"{module}."
+        stored = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        is_linear = LINEAR_WEIGHT.fullmatch(f"{module}.weight")
+        return stored_as.dequantize(stored, torch.float32) if is_linear else stored["weight"]
+
+    def parameter(name: str, held: torch.Tensor) -> torch.Tensor:
+        prefix, _, leaf = name.rpartition(".")
+        if not prefix.endswith(".experts"):
+            return weight(prefix)
+        parts = GATE_UP if leaf == "gate_up_proj" else ("down_proj",)
+        return torch.stack(
+            [torch.cat([weight(f"{prefix}.{expert}.{part}") for part in parts]) for expert in range(len(held))]
+        )
+
+    return {name: parameter(name, held) for name, held in model.named_parameters()}

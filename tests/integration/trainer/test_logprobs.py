@@ -1,6 +1,7 @@
 import pytest
 import torch
-from trainer_support import (
+
+from tests.support.engines import (
     load_reference,
     log_probs,
     make_engine,

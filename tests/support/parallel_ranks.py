@@ -1,4 +1,4 @@
-"""The ranks of test_trainer_parallel: one process imports everything and forks them.
+"""The ranks that divide a model in every way.
 
 Every rank writes ``<case>_<rank>`` for each case, and the test compares them with one process.
 """
@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from expert_parallel_engine import ADAPTERS, PLAIN, randomise_by_name, state
 from megatron.core import parallel_state as mpu
-from moe_support import LATENT_TARGETS, random_record
-from ranks import fork, script_arguments
-from trainer_support import make_batch, make_engine, nll, sequences
 from verl.workers.config.engine import EngineRouterReplayConfig
+
+from tests.support.engines import make_batch, make_engine, nll, sequences
+from tests.support.expert_parallel_engine import ADAPTERS, PLAIN, randomise_by_name, state
+from tests.support.mixtures import LATENT_TARGETS, random_record
+from tests.support.ranks import fork, module_arguments
 
 LATENT_LORA = tuple(target for target in LATENT_TARGETS if target != "kv_b_proj")
 
@@ -200,7 +201,7 @@ def cases(rank: int, folders: dict, out: Path, save, *, chosen: list[Case]) -> N
 
 
 def main() -> None:
-    folders, out = script_arguments()
+    folders, out = module_arguments()
     for ranks, chosen in ((2, TWO), (4, FOUR)):
         in_order = sorted(chosen, key=lambda case: str(case.sizes))
         assert fork(ranks, partial(cases, chosen=in_order), folders, Path(out) / str(ranks)) == [0] * ranks

@@ -1,19 +1,21 @@
 """Qwen3-MoE and DeepSeek-V3: the server against the trainer per token, adapters on all linears non-zero."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from moe_support import LATENT_TARGETS, write_deepseek, write_moe
-from quantized import quantize, weight_format
-from trainer_support import log_probs, make_engine, randomise
 
 from orbit_kernels.checkpoint.manifest import BaseManifest, first_difference
 from orbit_verl.config.keys import BaseSettings
 from orbit_verl.worker.engine import OrbitEngine
+from tests.support.engines import log_probs, make_engine, randomise
+from tests.support.mixtures import LATENT_TARGETS
+from tests.support.quantized import quantize, weight_format
+from tests.support.tiny_models import save_trained
 
 PROMPT = [5, 9, 2, 77, 31, 4, 120, 8]
 NUM_TOKENS = 16
@@ -38,10 +40,7 @@ KINDS = tuple(kind for kind in ADAPTERS if kind not in OWN_KERNELS)
 
 
 OPTIONS = {"type": "adapter", "fused": "fused", "experts": "experts"}
-FAMILIES = {
-    "qwen3": lambda folder, dtype: write_moe(folder, dtype, initializer_range=0.05, mlp_only_layers=[]),
-    "deepseek": lambda folder, dtype: write_deepseek(folder, dtype, initializer_range=0.05),
-}
+FAMILIES = {"qwen3": ("qwen3_moe", {"mlp_only_layers": []}), "deepseek": ("deepseek_v3", {})}
 CASES = [
     *(("qwen3", "plain", "float32", "none", kind) for kind in KINDS),
     ("qwen3", "int4", "float32", "none", "oft-split"),
@@ -64,13 +63,14 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(forked_python, tmp_path_factory):
     """Checkpoint and what the server answers, by case; one process serves them all, as SGLang wants its own groups."""
     root = tmp_path_factory.mktemp("moe")
     cases = {case: _case(root, *case) for case in CASES}
     (root / "cases.json").write_text(json.dumps(list(cases.values())))
-    script = Path(__file__).parent / "serve_in_process.py"
-    subprocess.run([sys.executable, script, root / "cases.json"], check=True, timeout=300)
+    command = [forked_python, "-m", "tests.support.serve_in_process", root / "cases.json"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run(command, env=environment, check=True, timeout=300)
     return {case: (Path(told["folder"]), json.loads(Path(told["result"]).read_text())) for case, told in cases.items()}
 
 
@@ -123,9 +123,10 @@ def _with_gap(record: torch.Tensor) -> torch.Tensor:
 def _case(root: Path, family: str, name: str, dtype: str, activations: str, kind: str) -> dict:
     folder, plain = (root / f"{family}-{stored_as}-{dtype}" for stored_as in (name, "plain"))
     if not plain.exists():
-        FAMILIES[family](plain, DTYPES[dtype])
+        name_of_family, fields = FAMILIES[family]
+        save_trained(name_of_family, plain, DTYPES[dtype], initializer_range=0.05, **fields)
     if not folder.exists():
-        quantize(plain, weight_format(name, DTYPES[dtype]), folder)
+        quantize(plain, folder, weight_format(name, DTYPES[dtype]))
     stem = "-".join((family, name, dtype, activations, kind))
     adapter = root / f"{stem}.safetensors"
     adapter.write_bytes(_engine(folder, family, activations, kind).export_adapter().encode())

@@ -5,9 +5,9 @@ import random
 import numpy as np
 import pytest
 import torch
-from trainer_support import log_probs, make_engine, max_difference, sequences, train_step
 
 from orbit_verl.worker import checkpoint
+from tests.support.engines import log_probs, make_engine, max_difference, sequences, train_step
 
 FP32, BF16 = torch.float32, torch.bfloat16
 SCHEDULE = {"lr": 5e-3, "total_training_steps": 6, "lr_warmup_steps": 2, "lr_decay_style": "cosine", "min_lr": 1e-4}

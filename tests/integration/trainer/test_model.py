@@ -5,18 +5,6 @@ import pytest
 import safetensors.torch
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
-from trainer_support import (
-    Tokenizer,
-    load_reference,
-    log_probs,
-    make_batch,
-    make_engine,
-    max_difference,
-    nll,
-    randomise,
-    sequences,
-    write_checkpoint,
-)
 from transformers import AutoConfig
 from verl.trainer.config import CheckpointConfig
 from verl.workers.config import HFModelConfig, McoreOptimizerConfig
@@ -30,6 +18,18 @@ from orbit_verl.model.modules import residual_sum
 from orbit_verl.model.naming import named_tensors
 from orbit_verl.worker.engine import OrbitEngine
 from orbit_verl.worker.engine_config import OrbitEngineConfig
+from tests.support.engines import (
+    Tokenizer,
+    load_reference,
+    log_probs,
+    make_batch,
+    make_engine,
+    max_difference,
+    nll,
+    randomise,
+    sequences,
+)
+from tests.support.tiny_models import save_trained
 
 FP32, BF16 = torch.float32, torch.bfloat16
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -261,7 +261,7 @@ def test_offload_flags_are_reported_and_move_nothing_on_a_cpu(checkpoints):
 
 
 def test_head_dim_may_differ_from_the_hidden_sizes_share(tmp_path):
-    path = write_checkpoint("llama", FP32, tmp_path / "wide", head_dim=32)
+    path = save_trained("llama", tmp_path / "wide", FP32, head_dim=32)
     assert json.loads((path / "config.json").read_text())["head_dim"] == 32
     assert named_shape(make_engine(path), "model.layers.0.self_attn.o_proj.weight") == (64, 128)
 

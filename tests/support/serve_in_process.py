@@ -1,6 +1,6 @@
 """Serve checkpoints one after another in this process: greedy tokens and their log-probs, with and without an adapter.
 
-    python serve_in_process.py CASES.json
+    python -m tests.support.serve_in_process CASES.json
 
 ``CASES.json`` holds, for each case, the options of ``in_process.served``, the folder of the checkpoint, the file of the
 adapter's payload, prompt, number of tokens, whether SGLang computes the experts with what it has of its own, and the file of the
@@ -15,12 +15,9 @@ from unittest import mock
 
 import torch
 
-sys.path.append(str(Path(__file__).parents[1] / "server"))
-
-import in_process  # noqa: E402
-
-from orbit_kernels.contract.payload import Adapter  # noqa: E402
-from orbit_sglang.cpu import experts  # noqa: E402
+from orbit_kernels.contract.payload import Adapter
+from orbit_sglang.cpu import experts
+from tests.support import in_process
 
 # SGLang writes the record within the forward pass when no schedule overlaps it.
 RECORDING = {"enable_return_routed_experts": True, "disable_overlap_schedule": True}

@@ -4,20 +4,12 @@ import functools
 
 import pytest
 import torch
-from moe_support import (
-    LATENT_TARGETS,
-    LAYERS,
-    TOP_K,
-    assert_gradients,
-    leaf_tensors,
-    merged_nll,
-    random_record,
-    routed_by,
-    write_deepseek,
-    write_moe,
-)
-from parallel_rank import RECOMPUTE
-from trainer_support import (
+from verl.workers.config.engine import EngineRouterReplayConfig
+
+from orbit_kernels.families.architecture import MixtureOfExperts
+from orbit_verl.config.keys import BaseSettings
+from orbit_verl.model.router import FrozenBiasedRouter, FrozenRouter
+from tests.support.engines import (
     load_reference,
     log_probs,
     make_batch,
@@ -27,17 +19,23 @@ from trainer_support import (
     randomise,
     reference_log_probs,
     sequences,
-    write_checkpoint,
 )
-from verl.workers.config.engine import EngineRouterReplayConfig
-
-from orbit_kernels.families.architecture import MixtureOfExperts
-from orbit_verl.config.keys import BaseSettings
-from orbit_verl.model.router import FrozenBiasedRouter, FrozenRouter
+from tests.support.mixtures import (
+    LATENT_TARGETS,
+    LAYERS,
+    TOP_K,
+    assert_gradients,
+    leaf_tensors,
+    merged_nll,
+    random_record,
+    routed_by,
+)
+from tests.support.parallel_ranks import RECOMPUTE
+from tests.support.tiny_models import save_trained
 
 PLAIN = BaseSettings(activations="none", experts_per_chunk=3)
-WRITE = {"qwen3": write_moe, "deepseek": write_deepseek}
-EXPERT_LAYERS = {"qwen3": (0, 2), "deepseek": (1, 2)}
+FAMILIES = ("qwen3_moe", "deepseek_v3")
+EXPERT_LAYERS = {"qwen3_moe": (0, 2), "deepseek_v3": (1, 2)}
 # For each token the experts that its router is told, none where it names one twice.
 RECORDED_TK = torch.tensor([[5, 1], [0, 0], [2, 3], [3, 3]])
 
@@ -45,18 +43,18 @@ RECORDED_TK = torch.tensor([[5, 1], [0, 0], [2, 3], [3, 3]])
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("replay")
-    return {family: write(root / family, torch.float32) for family, write in WRITE.items()}
+    return {family: save_trained(family, root / family, torch.float32) for family in FAMILIES}
 
 
 def replaying(folder, mode="R3", engine=None, **options):
     """An engine in a mode of router replay."""
-    if folder.name == "deepseek":
+    if folder.name == "deepseek_v3":
         options["target_modules"] = LATENT_TARGETS
     config = {"router_replay": EngineRouterReplayConfig(mode=mode)} | (engine or {})
     return make_engine(folder, base=PLAIN, engine=config, **options)
 
 
-@pytest.mark.parametrize("family", WRITE)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 def test_log_probs_are_those_of_transformers_with_these_experts(folders, family, packed):
     """With gaps: the last token, tokens without experts, and a token with one twice are routed by the trainer."""
@@ -76,9 +74,12 @@ def test_log_probs_are_those_of_transformers_with_these_experts(folders, family,
 
 
 def test_sequences_padded_to_the_longest_of_all_micro_batches(folders):
-    engine, tokens = replaying(folders["qwen3"], packed=False, engine={"pad_bshd_to_minibatch_max": True}), sequences()
+    engine, tokens = (
+        replaying(folders["qwen3_moe"], packed=False, engine={"pad_bshd_to_minibatch_max": True}),
+        sequences(),
+    )
     records = random_record(tokens)
-    expected = log_probs(replaying(folders["qwen3"]), tokens, records=records)
+    expected = log_probs(replaying(folders["qwen3_moe"]), tokens, records=records)
     assert max_difference(log_probs(engine, tokens, records=records, micro_batch=1), expected) < 1e-5
     assert max_difference(log_probs(engine, tokens), expected) > 1e-2
 
@@ -90,10 +91,10 @@ def test_sequences_padded_to_the_longest_of_all_micro_batches(folders):
 )
 def test_gradients_are_those_of_merged_weights_with_these_experts(folders, recompute):
     """Layers that are computed again in backward take the same experts again, of each micro-batch its own."""
-    engine = replaying(folders["qwen3"], engine={"override_transformer_config": recompute})
+    engine = replaying(folders["qwen3_moe"], engine={"override_transformer_config": recompute})
     tokens = sequences()
     randomise(engine)
-    records, reference = random_record(tokens), load_reference(folders["qwen3"], torch.float32)
+    records, reference = random_record(tokens), load_reference(folders["qwen3_moe"], torch.float32)
     trained, tensors = leaf_tensors(engine)
     weights = {name: p.float() for name, p in reference.named_parameters()}
     with routed_by(reference, records):
@@ -105,7 +106,7 @@ def test_gradients_are_those_of_merged_weights_with_these_experts(folders, recom
     assert_gradients(engine.optimizer.gradients(), trained)
 
 
-@pytest.mark.parametrize("family", WRITE)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sizes", ["fixed", "dynamic"])
 def test_r2_records_its_own_choice_and_replays_it(folders, family, sizes):
     """The record of the old log-probs holds in the update, although the adapter that chose has changed by then."""
@@ -147,7 +148,7 @@ def _sorted(ids: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("mode", ["R2", "R3"])
 def test_the_reference_policy_routes_by_itself(folders, mode):
-    engine, tokens = replaying(folders["qwen3"], mode), sequences()
+    engine, tokens = replaying(folders["qwen3_moe"], mode), sequences()
     randomise(engine)
     with engine.disable_adapter():
         own = log_probs(engine, tokens)
@@ -184,7 +185,7 @@ def test_a_router_weighs_the_experts_that_it_is_told(router_of, scores_of):
 
 
 def test_what_does_not_fit_the_batch_is_refused(folders):
-    engine, tokens = replaying(folders["qwen3"]), sequences()
+    engine, tokens = replaying(folders["qwen3_moe"]), sequences()
     compute = functools.partial(log_probs, engine, tokens)
     with pytest.raises(ValueError, match="the batch has no routed_experts; R3 needs a server that reports them"):
         compute(enable_routing_replay=True)
@@ -199,6 +200,6 @@ def test_what_does_not_fit_the_batch_is_refused(folders):
 
 def test_models_and_options_that_cannot_replay_are_refused(folders, tmp_path):
     with pytest.raises(ValueError, match="router_replay.mode=R3: the model is dense, it has no routers"):
-        replaying(write_checkpoint("qwen3", torch.float32, tmp_path / "dense"))
+        replaying(save_trained("qwen3", tmp_path / "dense", torch.float32))
     with pytest.raises(ValueError, match="takes one expert, so a record of expert 0 looks like none"):
-        replaying(write_moe(tmp_path / "one", torch.float32, num_experts_per_tok=1), "R2")
+        replaying(save_trained("qwen3_moe", tmp_path / "one", torch.float32, num_experts_per_tok=1), "R2")

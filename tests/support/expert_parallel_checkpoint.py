@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from expert_parallel_engine import engine_of, state, train_step
-from trainer_support import sequences
 
 from orbit_verl.worker import checkpoint
+from tests.support.engines import sequences
+from tests.support.expert_parallel_engine import engine_of, state, train_step
 
 CRASHED = 3
 """Exit code of the rank that dies on purpose."""

@@ -1,4 +1,4 @@
-"""The ranks of test_trainer_expert_parallel: one process imports everything and forks them.
+"""The ranks that divide a mixture's experts.
 
 Every rank writes ``<case>_<rank>`` for each case, and the test compares them with one process.
 """
@@ -6,11 +6,22 @@ Every rank writes ``<case>_<rank>`` for each case, and the test compares them wi
 from functools import partial
 from pathlib import Path
 
-from expert_parallel_checkpoint import CRASHED, checkpoints, crash, refusals
-from expert_parallel_engine import TRAINED, base, marks, orthogonality, padded, reference, replayed, skip, train
-from expert_parallel_layer import exchanges
 from megatron.core import parallel_state as mpu
-from ranks import fork, script_arguments
+
+from tests.support.expert_parallel_checkpoint import CRASHED, checkpoints, crash, refusals
+from tests.support.expert_parallel_engine import (
+    TRAINED,
+    base,
+    marks,
+    orthogonality,
+    padded,
+    reference,
+    replayed,
+    skip,
+    train,
+)
+from tests.support.expert_parallel_layer import exchanges
+from tests.support.ranks import fork, module_arguments
 
 
 def two_ranks(rank: int, folders: dict, out: Path, save, *, places: dict) -> None:
@@ -39,7 +50,7 @@ def four_ranks(rank: int, folders: dict, out: Path, save) -> None:
 
 
 def main() -> None:
-    folders, places, out = script_arguments()
+    folders, places, out = module_arguments()
     assert fork(2, partial(two_ranks, places=places), folders, Path(out) / "2") == [0, CRASHED]
     assert fork(4, four_ranks, folders, Path(out) / "4") == [0] * 4
 

@@ -4,7 +4,13 @@ import pytest
 import torch
 from peft import PeftModel
 from torch.utils.flop_counter import FlopCounterMode
-from trainer_support import (
+
+from orbit_kernels.adapters import OFTMethod
+from orbit_kernels.adapters.config import tensor_name
+from orbit_kernels.contract.payload import Adapter
+from orbit_verl.model.naming import frozen_linears
+from orbit_verl.worker.adapter import read_peft_folder, write_peft_folder
+from tests.support.engines import (
     load_reference,
     log_probs,
     make_batch,
@@ -18,12 +24,6 @@ from trainer_support import (
     tensors_that_share,
     train_step,
 )
-
-from orbit_kernels.adapters import OFTMethod
-from orbit_kernels.adapters.config import tensor_name
-from orbit_kernels.contract.payload import Adapter
-from orbit_verl.model.naming import frozen_linears
-from orbit_verl.worker.adapter import read_peft_folder, write_peft_folder
 
 FP32, BF16 = torch.float32, torch.bfloat16
 METHODS = {

@@ -1,6 +1,6 @@
 """Experts divided between ranks: everything that leaves them is what one process with all experts computes.
 
-``expert_parallel_rank.py`` is what the ranks do.
+``tests/support/expert_parallel_ranks.py`` is what the ranks do.
 """
 
 import functools
@@ -12,25 +12,24 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from expert_parallel_engine import ADAPTERS, TRAINED, accumulate, engine_of, state, train_step
-from expert_parallel_layer import EXCHANGES, Layer, whole_layer
-from moe_support import random_record, write_deepseek, write_moe
-from quantized import quantize, weight_format
-from ranks import read, run_script
-from trainer_support import (
+
+from orbit_kernels.checkpoint.manifest import BaseManifest
+from orbit_verl.worker import checkpoint
+from orbit_verl.worker.adapter import PEFT_WEIGHTS_FILE, write_peft_folder
+from tests.support.engines import (
     load_reference,
     log_probs,
     max_difference,
     reference_log_probs,
     sequences,
-    write_checkpoint,
 )
+from tests.support.expert_parallel_engine import ADAPTERS, TRAINED, accumulate, engine_of, state, train_step
+from tests.support.expert_parallel_layer import EXCHANGES, Layer, whole_layer
+from tests.support.mixtures import random_record
+from tests.support.quantized import quantize, weight_format
+from tests.support.ranks import read, run_module
+from tests.support.tiny_models import save_trained
 
-from orbit_kernels.checkpoint.manifest import BaseManifest
-from orbit_verl.worker import checkpoint
-from orbit_verl.worker.adapter import PEFT_WEIGHTS_FILE, write_peft_folder
-
-SCRIPT = Path(__file__).with_name("expert_parallel_rank.py")
 FP32, BF16 = torch.float32, torch.bfloat16
 
 LIMITS = {
@@ -46,12 +45,12 @@ pytestmark = pytest.mark.slow
 def folders(tmp_path_factory) -> dict[str, str]:
     """Base models; a starting adapter; checkpoints of one process, whole and broken."""
     root = tmp_path_factory.mktemp("expert_parallel")
-    write_moe(root / "fp32", FP32)
-    write_moe(root / "bf16", BF16)
-    write_deepseek(root / "deepseek", FP32)
-    write_moe(root / "odd", FP32, num_experts=7)
-    quantize(root / "fp32", weight_format("int4", FP32), root / "int4")
-    write_checkpoint("qwen3", FP32, root / "dense")
+    save_trained("qwen3_moe", root / "fp32", FP32)
+    save_trained("qwen3_moe", root / "bf16", BF16)
+    save_trained("deepseek_v3", root / "deepseek", FP32)
+    save_trained("qwen3_moe", root / "odd", FP32, num_experts=7)
+    quantize(root / "fp32", root / "int4", weight_format("int4", FP32))
+    save_trained("qwen3", root / "dense", FP32)
     _make_lopsided(shutil.copytree(root / "fp32", root / "lopsided"))
     names = {path.name: str(path) for path in root.iterdir()}
     for base in ("fp32", "lopsided"):
@@ -73,11 +72,11 @@ def one(folders):
 
 
 @pytest.fixture(scope="module")
-def ranks(folders, one, tmp_path_factory) -> Path:
+def ranks(folders, one, forked_python, tmp_path_factory) -> Path:
     """Where two and then four ranks left what they found: folders ``2`` and ``4``."""
     out = tmp_path_factory.mktemp("ranks")
     places = {adapter: list(one(base="fp32", adapter=adapter).export_adapter().tensors) for adapter in ADAPTERS}
-    run_script(SCRIPT, folders, places, str(out))
+    run_module(forked_python, "tests.support.expert_parallel_ranks", folders, places, str(out))
     return out
 
 

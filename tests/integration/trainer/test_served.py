@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from harness import output_logprobs, prompt_logprobs, serve
-from quantized import FORMATS, quantize
-from tiny_models import save_qwen3
-from trainer_support import make_batch, make_engine, randomise
 
 from orbit_verl.driver.base_check import PreflightError, check_bases, served_manifest
 from orbit_verl.model.naming import named_tensors
+from tests.support import tiny_models
+from tests.support.engines import make_batch, make_engine, randomise
+from tests.support.quantized import FORMATS, quantize
+from tests.support.server import output_logprobs, prompt_logprobs, serve
 
 PROMPTS = [[(7 * index + start) % 50 + 3 for index in range(length)] for start, length in ((1, 9), (2, 24), (3, 40))]
 NUM_TOKENS = 48
@@ -30,9 +30,9 @@ CASES = {
 def engine_and_server(request, tmp_path_factory):
     name, method, fused = CASES[request.param]
     folder = tmp_path_factory.mktemp("served")
-    path = save_qwen3(folder / "model", torch.bfloat16)
+    path = tiny_models.save("qwen3", folder / "model", torch.bfloat16)
     if name in FORMATS:
-        path = quantize(path, FORMATS[name], folder / "quantized")
+        path = quantize(path, folder / "quantized", name)
     engine = make_engine(path, dtype="bf16", fused=fused, **method)
     flags = ["--enable-orbit-slots", "--orbit-adapter", method["type"], "--orbit-fused", fused]
     flags += ["--orbit-rank", "4"] if method is LORA else ["--orbit-block-size", "32"]

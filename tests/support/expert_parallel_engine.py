@@ -4,10 +4,10 @@ import zlib
 
 import torch
 import torch.distributed as dist
-from moe_support import LATENT_TARGETS, random_record
-from trainer_support import log_probs, make_batch, make_engine, nll, sequences
 
 from orbit_verl.config.keys import BaseSettings
+from tests.support.engines import log_probs, make_batch, make_engine, nll, sequences
+from tests.support.mixtures import LATENT_TARGETS, random_record
 
 PLAIN = BaseSettings(activations="none", experts_per_chunk=3)
 

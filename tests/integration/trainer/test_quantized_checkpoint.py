@@ -6,14 +6,14 @@ import shutil
 import pytest
 import safetensors.torch
 import torch
-from quantized import FORMATS, edit_config, quantize, weight_format
-from trainer_support import log_probs, make_engine, max_difference, sequences
 from transformers import AutoConfig
 
 from orbit_kernels.families.architecture import DecoderArchitecture
 from orbit_verl.model.naming import named_tensors
 from orbit_verl.model.tensors import linear_formats, open_checkpoint
 from orbit_verl.worker.base_manifest import base_manifest
+from tests.support.engines import log_probs, make_engine, max_difference, sequences
+from tests.support.quantized import change_config, quantize, weight_format
 
 BF16 = torch.bfloat16
 UP = "model.layers.1.mlp.up_proj"
@@ -99,11 +99,11 @@ def test_another_group_size_than_the_files_is_refused(copied):
     folder, _ = copied("int4")
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     config["config_groups"]["group_0"]["weights"]["group_size"] = 16
-    edit_config(folder, quantization_config=config)
+    change_config(folder, quantization_config=config)
     with pytest.raises(ValueError, match=rf"{UP}.weight_scale: shape \(96, 2\), expected \(96, 4\)"):
         check(folder)
     config["config_groups"]["group_0"]["weights"]["group_size"] = 64
-    edit_config(folder, quantization_config=config)
+    change_config(folder, quantization_config=config)
     with pytest.raises(ValueError, match=r"model.layers.0.mlp.down_proj: .*96 columns are no multiple of 64"):
         check(folder)
 
@@ -119,7 +119,7 @@ def test_another_group_size_than_the_files_is_refused(copied):
 def test_unknown_quantisations_are_refused(copied, quantization, message):
     folder, _ = copied("fp8")
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
-    edit_config(folder, quantization_config=config | quantization)
+    change_config(folder, quantization_config=config | quantization)
     with pytest.raises(ValueError, match=message):
         check(folder)
 
@@ -127,7 +127,7 @@ def test_unknown_quantisations_are_refused(copied, quantization, message):
 def test_nothing_is_allocated_for_a_model_that_does_not_fit(copied):
     """Two petabytes, if the files were not checked first."""
     folder, _ = copied("int4")
-    edit_config(folder, intermediate_size=2**43)
+    change_config(folder, intermediate_size=2**43)
     with pytest.raises(ValueError, match=rf"{UP}.weight_packed: shape \(96, 8\), expected \(8796093022208, 8\)"):
         make_engine(folder)
 
@@ -135,7 +135,7 @@ def test_nothing_is_allocated_for_a_model_that_does_not_fit(copied):
 @pytest.mark.parametrize("name", ("fp8", "int4", "nvfp4", "nvfp4_modelopt", "mxfp4"))
 def test_ignored_layers_stay_unquantised(checkpoints, tmp_path, name):
     ignored = ["model.layers.0.mlp.down_proj", *(f"model.layers.1.self_attn.{part}_proj" for part in "kqv")]
-    path = quantize(checkpoints["qwen3", BF16], FORMATS[name], tmp_path / "model", ignored)
+    path = quantize(checkpoints["qwen3", BF16], tmp_path / "model", name, plain=ignored)
     formats = linear_formats(DecoderArchitecture.from_hf(AutoConfig.from_pretrained(path)))
     assert sorted(module for module, found in formats.items() if found.name == "bf16") == ignored
     held = dict(named_tensors(make_engine(path).module[0]))
@@ -143,7 +143,7 @@ def test_ignored_layers_stay_unquantised(checkpoints, tmp_path, name):
 
 
 def test_fused_linears_of_two_formats_are_refused_by_name(checkpoints, tmp_path):
-    path = quantize(checkpoints["qwen3", BF16], FORMATS["int4"], tmp_path / "model", [UP])
+    path = quantize(checkpoints["qwen3", BF16], tmp_path / "model", "int4", plain=[UP])
     with pytest.raises(ValueError, match=rf"gate_proj is .*int4.*{UP} is .*bf16.*quantise them alike"):
         check(path)
 

@@ -1,11 +1,11 @@
 import pytest
 import torch
 from torch import nn
-from trainer_support import make_batch, make_engine, nll, randomise, sequences, train_step
 from verl.workers.config import McoreOptimizerConfig
 
 from orbit_verl.model.layout import ParallelLayout
 from orbit_verl.worker.optimizer import AdapterOptimizer, build_scheduler
+from tests.support.engines import make_batch, make_engine, nll, randomise, sequences, train_step
 
 FP32, BF16 = torch.float32, torch.bfloat16
 

@@ -3,14 +3,13 @@
 import pytest
 import safetensors.torch
 import torch
-from quantized import (
-    FORMATS,
-    QUANTISES_INPUTS,
-    dequantized_reference,
-    weight_format,
-    with_adapter,
-)
-from trainer_support import (
+from peft import PeftModel
+
+from orbit_verl.config.keys import BaseSettings
+from orbit_verl.model.naming import named_tensors
+from orbit_verl.worker.adapter import write_peft_folder
+from orbit_verl.worker.memory import resident_bytes
+from tests.support.engines import (
     log_probs,
     make_batch,
     make_engine,
@@ -23,18 +22,18 @@ from trainer_support import (
     tensors_that_share,
     train_step,
 )
-
-from orbit_verl.config.keys import BaseSettings
-from orbit_verl.model.naming import named_tensors
-from orbit_verl.worker.adapter import write_peft_folder
-from orbit_verl.worker.memory import resident_bytes
+from tests.support.quantized import (
+    DIVISIBLE_FORMATS,
+    QUANTISES_INPUTS,
+)
+from tests.support.references import transformers_model
 
 FP32, BF16 = torch.float32, torch.bfloat16
 KINDS = ("qwen3", "llama")
 
 
 @pytest.fixture
-def pair(checkpoints, quantized, tmp_path):
+def pair(quantized, tmp_path):
     """An engine with a random adapter over a quantised base, and peft on transformers with the dequantised weights."""
 
     def build(kind, name, *, activations="none", fused="tied"):
@@ -42,15 +41,13 @@ def pair(checkpoints, quantized, tmp_path):
         engine = make_engine(path, base=BaseSettings(activations=activations), fused=fused)
         randomise(engine)
         write_peft_folder(engine.export_adapter(), tmp_path / "adapter")
-        reference = dequantized_reference(
-            checkpoints[kind, FP32], path, weight_format(name, FP32), FP32, deployed=activations == "deployed"
-        )
-        return engine, with_adapter(reference, tmp_path / "adapter")
+        reference = transformers_model(path, FP32, deployed=activations == "deployed")
+        return engine, PeftModel.from_pretrained(reference, str(tmp_path / "adapter"), is_trainable=True)
 
     return build
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", DIVISIBLE_FORMATS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_stored_bits_are_the_checkpoints(quantized, kind, name):
     """No tensor is unpacked, converted or left out, so resident bytes are those of the file."""
@@ -68,7 +65,7 @@ def equal_bits(left, right):
     return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", DIVISIBLE_FORMATS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_fp32_log_probs_equal_transformers(pair, kind, name):
     engine, reference = pair(kind, name)
@@ -80,11 +77,11 @@ def test_fp32_log_probs_equal_transformers(pair, kind, name):
         assert max_difference(ours, log_probs(engine, sequences())) > 0.1
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", DIVISIBLE_FORMATS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_bf16_is_as_close_to_fp32_as_transformers(checkpoints, quantized, kind, name):
+def test_bf16_is_as_close_to_fp32_as_transformers(quantized, kind, name):
     path = quantized(kind, name, BF16)
-    reference = dequantized_reference(checkpoints[kind, BF16], path, weight_format(name, BF16), BF16)
+    reference = transformers_model(path, BF16)
     with torch.no_grad():
         theirs = torch.cat(reference_log_probs(reference, sequences()))
         truth = torch.cat(reference_log_probs(reference.float(), sequences()))
@@ -106,7 +103,7 @@ def test_deployed_activations_are_the_references(pair, name, fused):
     assert difference.median() <= 1e-4 and difference.max() <= 0.05  # measured 4e-7 and, at such an edge, 5e-3
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", DIVISIBLE_FORMATS)
 def test_only_formats_with_quantised_inputs_are_modelled(quantized, name):
     path = quantized("qwen3", name, FP32)
     deployed, plain = (
@@ -118,7 +115,7 @@ def test_only_formats_with_quantised_inputs_are_modelled(quantized, name):
 
 
 @pytest.mark.parametrize("fused", ("tied", "split"))
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", DIVISIBLE_FORMATS)
 def test_adapter_gradients_equal_autograd_through_dequantised_weights(pair, name, fused):
     engine, reference = pair("qwen3", name, fused=fused)
     with engine.train_mode(zero_grad_on_exit=False):
@@ -132,7 +129,7 @@ def test_adapter_gradients_equal_autograd_through_dequantised_weights(pair, name
         assert (gradient - expected).norm() <= 1e-5 * expected.norm()  # measured 1.6e-6
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", DIVISIBLE_FORMATS)
 def test_training_lowers_the_loss_and_leaves_the_base_alone(quantized, name):
     engine = make_engine(quantized("llama", name, BF16), dtype="bf16")
     before = engine.base_digest()

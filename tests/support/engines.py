@@ -1,4 +1,4 @@
-"""Tiny checkpoints, engines and references that the trainer's tests share."""
+"""Engines, batches and references that the trainer's tests share."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,14 +7,7 @@ from pathlib import Path
 import torch
 from peft import PeftModel
 from tensordict import TensorDict
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.dataset_utils import DatasetPadMode
@@ -24,19 +17,10 @@ from orbit_kernels.linears.fusing import FUSED_PARTS
 from orbit_verl.config.keys import AdapterSettings, BaseSettings
 from orbit_verl.worker.engine import OrbitEngine
 from orbit_verl.worker.engine_config import OrbitEngineConfig
+from tests.support.tiny_models import TRAINED_SIZES
 
-VOCAB = 128
+VOCAB = TRAINED_SIZES["vocab_size"]
 LENGTHS = (30, 17, 40, 24)
-SMALL = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.15,
-}
 
 
 @dataclasses.dataclass
@@ -44,29 +28,6 @@ class Tokenizer:
     """The only thing that verl's engine asks of a tokenizer."""
 
     pad_token_id: int = 0
-
-
-def write_checkpoint(kind: str, dtype: torch.dtype, folder: Path, **config) -> Path:
-    """A random model; norms are random too, so that a swapped norm shows."""
-    torch.manual_seed(0)
-    if kind == "qwen3":
-        rope = {"rope_type": "default", "rope_theta": 1e6}
-        model = Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=32, rope_parameters=rope, **config))
-    else:
-        rope = {
-            "rope_type": "llama3",
-            "rope_theta": 1e4,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        }
-        model = LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=True, rope_parameters=rope, **config))
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            torch.nn.init.normal_(parameter, 1.0, 0.2)
-    model.to(dtype).save_pretrained(folder)
-    return folder
 
 
 def make_engine(

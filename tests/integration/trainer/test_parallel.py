@@ -1,6 +1,6 @@
 """A model divided between ranks in every way, and in several at once: what comes out is what one process computes.
 
-``parallel_rank.py`` is what the ranks do. Expert parallelism alone has tests of its own, test_trainer_expert_parallel.
+``tests/support/parallel_ranks.py`` is what the ranks do. Expert parallelism alone has tests of its own, test_expert_parallel.
 """
 
 import dataclasses
@@ -10,25 +10,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from expert_parallel_engine import state
-from moe_support import write_deepseek, write_moe
-from parallel_rank import FOUR, RESUMED, TWO, Case, engine_of, replayed_rows, step
-from quantized import quantize, weight_format
-from ranks import read, run_script
-from trainer_support import (
+
+from orbit_kernels.checkpoint.manifest import BaseManifest
+from orbit_verl.model.linear import FrozenLinear
+from orbit_verl.worker.engine_config import OrbitEngineConfig
+from tests.support.engines import (
     load_reference,
     log_probs,
     max_difference,
     reference_log_probs,
     sequences,
-    write_checkpoint,
 )
+from tests.support.expert_parallel_engine import state
+from tests.support.parallel_ranks import FOUR, RESUMED, TWO, Case, engine_of, replayed_rows, step
+from tests.support.quantized import quantize, weight_format
+from tests.support.ranks import read, run_module
+from tests.support.tiny_models import save_trained
 
-from orbit_kernels.checkpoint.manifest import BaseManifest
-from orbit_verl.model.linear import FrozenLinear
-from orbit_verl.worker.engine_config import OrbitEngineConfig
-
-SCRIPT = Path(__file__).with_name("parallel_rank.py")
 FP32, BF16 = torch.float32, torch.bfloat16
 QUANTISED = ("int4", "fp8_ue8m0", "nvfp4")
 STAGES_ALONE = [Case("", pipeline=2, last_stage=layers).sizes for layers in (None, 1)]
@@ -42,14 +40,14 @@ every_case = pytest.mark.parametrize("case, num_ranks", CASES, ids=lambda value:
 def folders(tmp_path_factory) -> dict[str, str]:
     """Base models, and checkpoints of one process after one step."""
     root = tmp_path_factory.mktemp("parallel")
-    write_checkpoint("qwen3", FP32, root / "dense")
-    write_checkpoint("qwen3", BF16, root / "bf16")
-    write_checkpoint("llama", FP32, root / "tied")
-    write_moe(root / "moe", FP32, num_hidden_layers=4)
-    write_moe(root / "wide", FP32, num_hidden_layers=4, intermediate_size=128)
-    write_deepseek(root / "latent", FP32, num_hidden_layers=2)
+    save_trained("qwen3", root / "dense", FP32)
+    save_trained("qwen3", root / "bf16", BF16)
+    save_trained("llama", root / "tied", FP32)
+    save_trained("qwen3_moe", root / "moe", FP32, num_hidden_layers=4)
+    save_trained("qwen3_moe", root / "wide", FP32, num_hidden_layers=4, intermediate_size=128)
+    save_trained("deepseek_v3", root / "latent", FP32, num_hidden_layers=2)
     for name in QUANTISED:
-        quantize(root / "wide", weight_format(name, FP32), root / name)
+        quantize(root / "wide", root / name, weight_format(name, FP32))
     names = {path.name: str(path) for path in root.iterdir()}
     for case in RESUMED:
         folder = root / f"{case.base}_checkpoint"
@@ -61,10 +59,10 @@ def folders(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def out(folders, tmp_path_factory) -> Path:
+def out(folders, forked_python, tmp_path_factory) -> Path:
     """Where two and then four ranks left what they found: folders ``2`` and ``4``."""
     out = tmp_path_factory.mktemp("ranks")
-    run_script(SCRIPT, folders, str(out))
+    run_module(forked_python, "tests.support.parallel_ranks", folders, str(out))
     return out
 
 

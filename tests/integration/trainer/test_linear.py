@@ -4,7 +4,6 @@ import contextlib
 
 import pytest
 import torch
-from quantized import FORMATS
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -13,6 +12,7 @@ from orbit_kernels.formats import Bf16Format, Nvfp4Format
 from orbit_kernels.linears.share import Share
 from orbit_verl.config.keys import BaseSettings
 from orbit_verl.model.linear import FrozenLinear
+from tests.support.quantized import DIVISIBLE_FORMATS as FORMATS
 
 ROWS, WIDTH, TOKENS = {"q_proj": 192, "k_proj": 64, "v_proj": 64}, 160, 12
 ALL_FORMATS = {"bf16": Bf16Format(dtype=torch.float32)} | {
