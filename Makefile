@@ -3,7 +3,7 @@ PYTHON ?= $(shell for p in python3.12 python3; do $$p -c '' 2>/dev/null && echo 
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup demo test test-fast test-gpu quality lock clean
+.PHONY: setup demo test test-fast test-long test-gpu quality lock clean
 
 setup:
 	@test -n "$(PYTHON)" || { echo "setup: no python3 on PATH; install Python 3.12 and run again" >&2; exit 1; }
@@ -12,11 +12,16 @@ setup:
 demo: setup
 	@$(BIN)/python -m recipes.demo
 
+# Two at a time, the longest groups first; then, by itself, what measures time.
 test: setup
-	$(PYTEST) -m "not gpu" $(ARGS)
+	$(PYTEST) -m "not gpu and not long and not alone" -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(PYTEST) -m "alone and not gpu and not long" $(ARGS)
 
 test-fast: setup
-	$(PYTEST) -m "not gpu and not slow" $(ARGS)
+	$(PYTEST) -m "not gpu and not long and not slow" -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
+
+test-long: setup
+	ORBIT_SOAK_REQUESTS=10000 ORBIT_FUZZ_EXAMPLES=17000 $(PYTEST) -m "(long or sized) and not gpu" $(ARGS)
 
 test-gpu: setup
 	$(PYTEST) -m gpu $(ARGS)

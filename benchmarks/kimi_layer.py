@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from orbit_kernels.families.architecture import DecoderArchitecture
+from orbit_kernels.families import read_architecture
 from orbit_kernels.families.kimi_k2 import KimiK25Config
 from orbit_verl.config.keys import AdapterSettings, BaseSettings
 from orbit_verl.cpu import megatron as megatron_cpu
@@ -79,7 +79,7 @@ def build(settings: AdapterSettings, base: BaseSettings, num_experts: int) -> tu
         text_config=TEXT | {"n_routed_experts": num_experts},
         quantization_config=QUANTIZATION,
     )
-    architecture = DecoderArchitecture.from_hf(config)
+    architecture = read_architecture(config)
     layout = ParallelLayout(num_experts=num_experts)
     model = empty_model(architecture, base, transformer_config(architecture, {}), torch.device("cpu"), layout)
     fill_with_random_bits(model)

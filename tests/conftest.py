@@ -1,7 +1,24 @@
 import os
 
+import pytest
 import torch
 
 # SGLang decides about its device when it is imported, whichever test does that first.
 if not torch.cuda.is_available():
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+
+# Seconds that a group takes on one core, roughly; the longest start first, so that two workers end together.
+SECONDS: dict[str, int] = {}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What belongs together runs on one worker in succession: the tests of a server, or of a module."""
+    groups: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if (mark := item.get_closest_marker("xdist_group")) is None:
+            mark = pytest.mark.xdist_group(item.nodeid.split("::")[0].removeprefix("tests/")).mark
+            item.add_marker(pytest.mark.xdist_group(*mark.args))
+        groups.setdefault(mark.args[0], []).append(item)
+    names = sorted(groups, key=lambda name: -SECONDS.get(name, 0))
+    items[:] = [item for name in names for item in groups[name]]

@@ -10,6 +10,7 @@ from sglang.srt.utils import cpu_has_amx_support
 from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, PretrainedConfig, PreTrainedModel
 
 from orbit_kernels.checkpoint.files import HFCheckpoint
+from orbit_kernels.families import FAMILIES, family_of
 from orbit_kernels.formats import (
     BaseScheme,
     Bf16Format,
@@ -26,10 +27,6 @@ from orbit_sglang.startup.scheme import language_config, language_prefix, read_c
 
 logger = logging.getLogger(__name__)
 
-CHECKED_FAMILIES = ("llama", "qwen3", "qwen3_moe", "deepseek_v3", "kimi_k2", "kimi_k25")
-# What SGLang 0.5.12 reads of these without a default (models/deepseek_v2.py:350 and 1920), and computes as published.
-LATENT_FAMILIES = ("deepseek_v3", "kimi_k2")
-PUBLISHED_FIELDS = {"topk_method": "noaux_tc", "moe_layer_freq": 1, "scoring_func": "sigmoid"}
 # SGLang converts a plain tensor of any dtype; codes without a scale would become numbers.
 PLAIN_DTYPES = (torch.float16, torch.float32, torch.float64)
 ABSORBED_BLOCK = (128, 128)
@@ -51,9 +48,9 @@ def check_checkpoint(model_path: str, device: str) -> None:
     scheme = read_scheme(model_path)
     fields = read_config(model_path)
     _check_attention(fields)
-    family = fields.get("model_type")
-    if family not in CHECKED_FAMILIES:
-        logger.warning("Tensors of a %s checkpoint are not checked; known are %s", family, CHECKED_FAMILIES)
+    if family_of(fields.get("model_type")) is None:
+        known = [model_type for family in FAMILIES for model_type in family.model_types]
+        logger.warning("Tensors of a %s checkpoint are not checked; known are %s", fields.get("model_type"), known)
         return
     config = _language_config(model_path, fields)
     _check_layers(config)
@@ -63,7 +60,7 @@ def check_checkpoint(model_path: str, device: str) -> None:
     formats = _quantized_linears(model, prefix, scheme)
     _check_device(formats, device)
     checkpoint = HFCheckpoint(model_path)
-    num_layers = config.num_hidden_layers if config.model_type in LATENT_FAMILIES else None
+    num_layers = config.num_hidden_layers if _has_latents(config.model_type) else None
     unused = unused_tensors(checkpoint.specs, prefix=prefix, num_layers=num_layers, tied_head=True)
     checkpoint.check(_expected_tensors(model, prefix, formats), optional=unused)
     checkpoint.check_values(formats)
@@ -89,15 +86,20 @@ def _language_config(model_path: str, fields: Mapping[str, Any]) -> PretrainedCo
         ValueError: SGLang would compute another router than the published one, or fail to build any.
     """
     text = language_config(fields)
-    if text["model_type"] not in LATENT_FAMILIES:
+    if not _has_latents(text["model_type"]):
         return AutoConfig.from_pretrained(model_path)
-    for field, published in PUBLISHED_FIELDS.items():
+    for field, published in family_of(text["model_type"]).published.items():
         if text.get(field) != published:
             raise ValueError(
                 f"config.json: {field} is {text.get(field)!r}, must be {published!r}: SGLang's router and layers of a "
                 f"{text['model_type']} are made for that; correct the file if the checkpoint is one"
             )
     return DeepseekV3Config(**{field: value for field, value in text.items() if field != "model_type"})
+
+
+def _has_latents(model_type: str) -> bool:
+    family = family_of(model_type)
+    return family is not None and family.latent is not None
 
 
 def _check_layers(config: PretrainedConfig) -> None:
@@ -113,7 +115,7 @@ def _check_layers(config: PretrainedConfig) -> None:
 
 def _check_cpu(config: PretrainedConfig) -> None:
     """Refuse SGLang's operators for AMX that read the weights of shared experts past their ``apply`` (deepseek_v2.py:823)."""
-    if config.model_type in LATENT_FAMILIES and cpu_has_amx_support():
+    if _has_latents(config.model_type) and cpu_has_amx_support():
         raise ValueError(
             f"--device cpu: SGLang's CPU kernels (sgl-kernel) would compute a {config.model_type} past the adapters of its "
             "shared experts; serve where they are not installed, or on a GPU"

@@ -6,8 +6,8 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from orbit_kernels.families import family_of
 from orbit_kernels.formats import BaseScheme, read_base_scheme
-from orbit_kernels.linears.names import LANGUAGE_PREFIXES
 
 
 def read_scheme(model_path: str) -> BaseScheme:
@@ -35,7 +35,8 @@ def language_config(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def language_prefix(model_path: str) -> str:
     """What stands in front of the language model's names in this checkpoint; SGLang leaves it out while it builds."""
-    return LANGUAGE_PREFIXES.get(read_config(model_path).get("model_type"), "")
+    family = family_of(read_config(model_path).get("model_type"))
+    return "" if family is None else family.prefix
 
 
 def _text(model_path: str) -> str:

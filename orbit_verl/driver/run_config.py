@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoTokenizer
 from verl.plugin.platform import get_platform
 from verl.utils.config import omega_conf_to_dataclass
 
-from orbit_kernels.families.architecture import DecoderArchitecture
+from orbit_kernels.families import DecoderArchitecture, read_architecture
 from orbit_verl.config.keys import AdapterSettings, OrbitConfig, check_key
 from orbit_verl.model.replay import MODE_KEY as REPLAY
 from orbit_verl.model.targets import adapted_shapes, check_served
@@ -290,7 +290,7 @@ def _check_run(config: DictConfig) -> None:
 def _check_base(config: DictConfig, settings: AdapterSettings) -> None:
     """Refuse what does not fit the model: a layout, an adapter, or files that do not hold what ``config.json`` says."""
     path = _model_path(config)
-    architecture = DecoderArchitecture.from_hf(AutoConfig.from_pretrained(path))
+    architecture = read_architecture(AutoConfig.from_pretrained(path))
     engine = _instantiated(config.actor_rollout_ref.actor.megatron)
     engine.check(architecture, config.trainer.n_gpus_per_node * config.trainer.nnodes)
     check_served(settings.to_adapter_config(), adapted_shapes(architecture, settings), get_platform().device_name)

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from orbit_kernels.checkpoint.files import HFCheckpoint
 from orbit_kernels.experts import ChunkBuffer
-from orbit_kernels.families.architecture import DecoderArchitecture
+from orbit_kernels.families import DecoderArchitecture
 from orbit_kernels.linears.fusing import GATE_UP, LATENTS, QKV
 from orbit_kernels.linears.names import EXPERTS, SHARED_EXPERT, layer_number
 from orbit_verl.config.keys import BaseSettings

@@ -20,7 +20,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from orbit_kernels.families.architecture import DecoderArchitecture
+from orbit_kernels.families import DecoderArchitecture
 from orbit_kernels.frozen.product import StoredWeight
 from orbit_verl.model.attention import CausalAttention, is_as_served
 from orbit_verl.model.linear import FrozenLinear

@@ -22,7 +22,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from verl.models.mcore.util import preprocess_bshd_engine, preprocess_thd_engine
 
-from orbit_kernels.families.architecture import DecoderArchitecture
+from orbit_kernels.families import DecoderArchitecture
 from orbit_verl.model.router import FrozenRouter, Override
 
 MODE_KEY = "actor_rollout_ref.actor.megatron.router_replay.mode"

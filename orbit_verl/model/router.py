@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from orbit_kernels.families.architecture import MixtureOfExperts
+from orbit_kernels.families import MixtureOfExperts
 
 Override = Callable[[torch.Tensor], torch.Tensor]
 """Makes of a router's own ids [T, K] those that are used."""

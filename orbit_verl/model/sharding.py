@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from orbit_kernels.adapters.config import AdapterConfig
-from orbit_kernels.families.architecture import DecoderArchitecture
+from orbit_kernels.families import DecoderArchitecture
 from orbit_kernels.linears.fusing import LATENTS
 from orbit_kernels.linears.names import EXPERTS, layer_number, without_expert
 from orbit_kernels.linears.share import Share

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from orbit_kernels.adapters.config import AdapterConfig
-from orbit_kernels.families.architecture import DecoderArchitecture
+from orbit_kernels.families import DecoderArchitecture
 from orbit_kernels.linears.fusing import GATE_UP
 from orbit_kernels.linears.names import EXPERTS, without_expert
 from orbit_verl.config.keys import AdapterSettings

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from orbit_kernels.checkpoint.files import HFCheckpoint
-from orbit_kernels.families.architecture import DecoderArchitecture
+from orbit_kernels.families import DecoderArchitecture
 from orbit_kernels.formats import Bf16Format, TensorSpec, WeightFormat
 from orbit_kernels.linears.fusing import GATE_UP, LATENTS, QKV
 from orbit_kernels.linears.names import EXPERTS, ROUTER, ROUTER_BIAS, SHARED_EXPERT, unused_tensors

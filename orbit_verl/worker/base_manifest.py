@@ -6,7 +6,7 @@ import torch
 from megatron.core import parallel_state as mpu
 
 from orbit_kernels.checkpoint.manifest import BaseManifest, Cut
-from orbit_kernels.families.architecture import DecoderArchitecture
+from orbit_kernels.families import DecoderArchitecture
 from orbit_kernels.formats.int4 import SHAPE_LEAF
 from orbit_verl.model.modules import FrozenGPTModel
 from orbit_verl.model.naming import frozen_linears, plain_tensors

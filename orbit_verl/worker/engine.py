@@ -23,7 +23,7 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHe
 
 from orbit_kernels.checkpoint.manifest import BaseManifest, Cut
 from orbit_kernels.contract.payload import Adapter
-from orbit_kernels.families.architecture import DecoderArchitecture
+from orbit_kernels.families import read_architecture
 from orbit_verl.cpu import megatron as megatron_cpu
 from orbit_verl.model.attention import as_served
 from orbit_verl.model.build import build_model, transformer_config
@@ -63,7 +63,7 @@ class OrbitEngine(MegatronEngineWithLMHead):
         checkpoint_config: CheckpointConfig,
     ):
         checkpoint.check_contents(checkpoint_config)
-        self._architecture = DecoderArchitecture.from_hf(model_config.hf_config)
+        self._architecture = read_architecture(model_config.hf_config)
         engine_config.check(self._architecture, torch.distributed.get_world_size())
         megatron_cpu.install()
         super().__init__(_language_model(model_config), engine_config, optimizer_config, checkpoint_config)

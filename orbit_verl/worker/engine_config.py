@@ -5,7 +5,7 @@ import dataclasses
 from verl.workers.config import McoreActorConfig, McoreEngineConfig
 from verl.workers.config.engine import EngineConfig
 
-from orbit_kernels.families.architecture import DecoderArchitecture
+from orbit_kernels.families import DecoderArchitecture
 from orbit_verl.config.keys import AdapterSettings, BaseSettings
 from orbit_verl.model.build import transformer_config
 from orbit_verl.model.layout import MEGATRON, ParallelSizes

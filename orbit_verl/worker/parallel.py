@@ -5,7 +5,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from orbit_kernels.families.architecture import DecoderArchitecture
+from orbit_kernels.families import DecoderArchitecture
 from orbit_verl.model.layout import EXPERT, EXPERT_TENSOR, PIPELINE, TENSOR, ParallelLayout, ParallelSizes, Ranks
 
 

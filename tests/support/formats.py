@@ -18,7 +18,6 @@ FORMATS = {
     "nvfp4_weight_only": Nvfp4Format(quantized_input=False),
     "nvfp4_modelopt": Nvfp4Format(style="modelopt"),
     "mxfp4": Mxfp4Format(),
-    "mxfp4_deepseek": Mxfp4Format(style="deepseek"),
 }
 # Largest error over the RMS of normally distributed weights, as measured, and a third more.
 LARGEST_ERROR = {
@@ -34,7 +33,6 @@ LARGEST_ERROR = {
     "nvfp4_weight_only": 0.9,
     "nvfp4_modelopt": 0.9,
     "mxfp4": 1.2,
-    "mxfp4_deepseek": 1.2,
 }
 
 

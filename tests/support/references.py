@@ -97,6 +97,12 @@ def peft_logprobs(checkpoint: pathlib.Path, adapter: Adapter | None, ids: list[i
     return token_logprobs(model if adapter is None else peft_model(model, adapter), ids)
 
 
+def assert_close(left: torch.Tensor, right: torch.Tensor, mean: float, largest: float) -> None:
+    """Fail where two tensors of log-probs differ by more than that."""
+    difference = (left - right).abs()
+    assert difference.mean() <= mean and difference.max() <= largest
+
+
 def _input_hook(weights, name: str, weight_format: WeightFormat):
     parts = [weights[part].tensors for part in fused_with(name)]
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 import psutil
 import requests
+import torch
 
 from orbit_kernels.contract.payload import Adapter
 from tests.support.zygote import ENVIRONMENT, ForkedServer, Zygote
@@ -27,26 +28,6 @@ CPU_FLAGS = (
     "--max-total-tokens", "20000", "--max-running-requests", "32", "--random-seed", "0",
     "--sleep-on-idle",
 )  # fmt: skip
-TWO_RANKS = ("--tp-size", "2")
-KEY = "the-key"
-QWEN3_FLAGS = ("--enable-orbit-slots", "--dtype", "float32")
-LLAMA_FLAGS = (
-    "--enable-orbit-slots", "--dtype", "float32", "--orbit-fused", "split", "--orbit-block-size", "16", "--enable-metrics",
-    "--orbit-max-adapter-bytes", "2000000", "--orbit-stage-timeout-s", "10", "--skip-tokenizer-init",
-    "--disable-overlap-schedule", "--chunked-prefill-size", "64", "--admin-api-key", KEY,
-)  # fmt: skip
-
-LORA_FLAGS = (
-    "--enable-orbit-slots", "--dtype", "float32", "--orbit-adapter", "lora", "--orbit-rank", "4", "--orbit-fused", "split",
-    "--skip-tokenizer-init",
-)  # fmt: skip
-
-RECORDING_FLAGS = (
-    "--enable-orbit-slots", "--dtype", "float32", "--enable-return-routed-experts", "--chunked-prefill-size", "64",
-    "--max-total-tokens", "600", "--schedule-conservativeness", "0.1",
-)  # fmt: skip
-
-
 ZYGOTE = Zygote()
 atexit.register(ZYGOTE.close)
 
@@ -100,6 +81,13 @@ class Server:
         response = self.post("/generate", body)
         assert response.status_code == 200, response.text
         return response.json()
+
+    def generate_on(self, versions: list[int], tokens: int = 16, **fields) -> list[dict]:
+        """One batch, of the same prompt under each of these versions."""
+        params = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        sampling = [params | {"custom_params": {"orbit_version": version}} for version in versions]
+        body = {"input_ids": [PROMPT] * len(versions), "sampling_params": sampling, "return_logprob": True}
+        return self.post("/generate", body | {"logprob_start_len": 0} | fields).json()
 
     @contextlib.contextmanager
     def in_flight(self, **kwargs) -> Iterator["Running"]:
@@ -156,6 +144,11 @@ def wait_for(condition, timeout_s: float = 30) -> None:
     while not condition():
         assert time.monotonic() < deadline, "condition not reached in time"
         time.sleep(0.01)
+
+
+def all_logprobs(answer: dict) -> torch.Tensor:
+    """Log-probs of the prompt's tokens but the first, and of the output's."""
+    return torch.tensor(prompt_logprobs(answer) + output_logprobs(answer))
 
 
 def output_logprobs(answer: dict) -> list[float]:

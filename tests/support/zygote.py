@@ -29,6 +29,13 @@ MODULES = (
     "sglang.srt.models.registry",
     "sglang.srt.model_loader.loader",
 )
+# The embedding of a model on several ranks is compiled when the first request comes.
+COMPILER = (
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch._inductor.codegen.cpp",
+    "torch.fx.experimental.validator",
+)
 _POLL_S = 0.02
 
 
@@ -93,6 +100,8 @@ def main() -> None:
     while line := sys.stdin.readline():
         request = json.loads(line)
         if "argv" in request:
+            if "--tp-size" in request["argv"]:
+                import_all(COMPILER)
             ready, has_group = os.pipe()
             pid = os.fork()
             if not pid:
@@ -120,9 +129,14 @@ def import_sglang() -> None:
     """Import all that a server and the processes that it starts will import, plugins first as in each of them."""
     importlib.import_module("sglang.launch_server")
     importlib.import_module("sglang.srt.plugins").load_plugins()
-    for module in MODULES:
-        importlib.import_module(module)
+    import_all(MODULES)
     assert "prometheus_client" not in sys.modules, "it reads where it writes from the environment when it is imported"
+
+
+def import_all(modules: tuple[str, ...]) -> None:
+    """Import them where every server forked from here has them."""
+    for module in modules:
+        importlib.import_module(module)
     gc.collect()
     gc.freeze()
 

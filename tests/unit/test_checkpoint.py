@@ -92,7 +92,7 @@ def test_a_swapped_scale_shape_is_named(tmp_path):
 
 
 def test_another_group_size_is_named(tmp_path):
-    """field-cases #31: config.json says 128, the tensors have groups of 32."""
+    """config.json says 128, the tensors have groups of 32. docs/field-cases.md: the same dequantised bits."""
     checkpoint = write(tmp_path, tensors_of(Int4Format(group_size=32)))
     with pytest.raises(
         ValueError, match=rf"{MODULES[0]}\.weight_scale: shape \(32, 8\), expected \(32, 2\).*{MODULES[1]}"
@@ -101,7 +101,7 @@ def test_another_group_size_is_named(tmp_path):
 
 
 def test_another_scale_dtype_is_named(tmp_path):
-    """field-cases #47 and its kind: scales that are no UE8M0 bytes."""
+    """Scales that are no UE8M0 bytes. docs/field-cases.md: UE8M0 exponent bias."""
     tensors = tensors_of(Mxfp4Format())
     name = f"{MODULES[0]}.weight_scale"
     tensors[name] = tensors[name].float()
@@ -149,12 +149,12 @@ def test_a_wrong_weight_shape_is_named(tmp_path):
 
 
 def test_dtypes_with_the_same_bits_are_converted(tmp_path):
-    """DeepSeek's experts: codes as int8, scales as float8_e8m0fnu; Kimi's weight_shape as int32."""
-    weight_format = Mxfp4Format(style="deepseek")
+    """Codes as int8, scales as float8_e8m0fnu."""
+    weight_format = Mxfp4Format()
     tensors = tensors_of(weight_format)
     for module in MODULES:
-        tensors[f"{module}.weight"] = tensors[f"{module}.weight"].view(torch.int8)
-        tensors[f"{module}.scale"] = tensors[f"{module}.scale"].view(torch.float8_e8m0fnu)
+        tensors[f"{module}.weight_packed"] = tensors[f"{module}.weight_packed"].view(torch.int8)
+        tensors[f"{module}.weight_scale"] = tensors[f"{module}.weight_scale"].view(torch.float8_e8m0fnu)
     checkpoint = write(tmp_path, tensors)
     checkpoint.check(expected_of(weight_format))
     read = checkpoint.stored_weight(MODULES[0], weight_format, ROWS, COLUMNS)

@@ -29,7 +29,10 @@ def test_ue8m0_scales_fit_their_byte_at_both_ends():
 
 @pytest.mark.parametrize("style", ["modelopt", "compressed-tensors"])
 def test_fused_rows_with_one_scalar_give_it_to_every_part(style):
-    """field-cases #45: memory that held 1e9 is overwritten by the scalar, and q, k and v all get it."""
+    """Memory that held 1e9 is overwritten by the scalar, and q, k and v all get it.
+
+    docs/field-cases.md: global scales of a fused linear.
+    """
     weight_format, rows = Nvfp4Format(style=style), {"q": 32, "k": 16, "v": 16}
     weight_OI = random_weight(sum(rows.values()), 64)
     fused = weight_format.quantize(weight_OI, largest_input=3.0)

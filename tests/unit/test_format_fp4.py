@@ -81,7 +81,10 @@ def test_nvfp4_styles_mean_the_same_weight():
 
 @pytest.mark.parametrize("style", ["modelopt", "compressed-tensors"])
 def test_fused_parts_keep_their_own_global_scales(style):
-    """field-cases #45: each part of a fused linear is dequantised with its scalar, whatever memory held before."""
+    """Each part of a fused linear is dequantised with its scalar, whatever memory held before.
+
+    docs/field-cases.md: global scales of a fused linear.
+    """
     weight_format = Nvfp4Format(style=style)
     leaf = "weight_scale_2" if style == "modelopt" else "weight_global_scale"
     parts = [weight_format.quantize(random_weight(16, 64, seed) * 10**seed, largest_input=3.0) for seed in range(3)]
@@ -152,7 +155,7 @@ def test_nan_block_scales_are_named():
 
 
 def test_mxfp4_scale_bytes_by_hand():
-    """field-cases #47: byte 127 is 1.0 and 128 is 2.0; 126 is a half."""
+    """Byte 127 is 1.0 and 128 is 2.0; 126 is a half. docs/field-cases.md: UE8M0 exponent bias."""
     packed = ALL_CODES.repeat(3, 2)
     tensors = {"weight_packed": packed, "weight_scale": torch.tensor([[127], [128], [126]], dtype=torch.uint8)}
     found = Mxfp4Format().dequantize(tensors, torch.float32)
@@ -204,7 +207,7 @@ def test_mxfp4_is_bitwise_equal_to_torchao():
 
 @pytest.mark.parametrize("bias", [0, 63, 255])
 def test_mxfp4_with_another_bias_is_refused(bias):
-    """field-cases #47: refused, not silently off."""
+    """Refused, not silently off. docs/field-cases.md: UE8M0 exponent bias."""
     tensors = Mxfp4Format().quantize(random_weight(32, 64))
     exponent = tensors["weight_scale"].int() - 127
     shifted = tensors | {"weight_scale": (exponent + bias).clamp(0, 254).to(torch.uint8)}
@@ -229,5 +232,8 @@ def test_other_scale_dtypes_are_not_accepted():
 def test_widths_that_do_not_divide_are_refused(weight_format):
     with pytest.raises(ValueError, match="40 columns are no multiple of"):
         weight_format.specs(8, 40)
+
+
+def test_unknown_styles_are_refused():
     with pytest.raises(ValueError, match="style 'gguf'"):
-        type(weight_format)(style="gguf")
+        Nvfp4Format(style="gguf")

@@ -28,7 +28,10 @@ def test_values_by_hand():
 
 
 def test_ragged_rows_of_deepseek():
-    """field-cases #44: 10944x2048 has a grid of 86x16 whose last row of blocks covers 64 rows."""
+    """10944x2048 has a grid of 86x16 whose last row of blocks covers 64 rows.
+
+    docs/field-cases.md: blocks that do not fit.
+    """
     rows, columns = 10944, 2048
     weight_format = Fp8Format()
     assert weight_format.specs(rows, columns)["weight_scale_inv"].shape == (86, 16)
@@ -57,7 +60,7 @@ def test_a_shard_may_end_in_the_ragged_block():
 
 
 def test_a_rank_that_would_cut_a_block_is_refused():
-    """field-cases #44: 768 rows at TP 4 are 192 a rank, one and a half blocks."""
+    """768 rows at TP 4 are 192 a rank, one and a half blocks. docs/field-cases.md: blocks that do not fit."""
     tensors = Fp8Format().quantize(random_weight(768, 128))
     for rank in range(4):
         with pytest.raises(ValueError, match=r"cuts a block of 128 rows.*shard at multiples of 128"):

@@ -38,7 +38,10 @@ def test_symmetric_values_by_hand():
 
 
 def test_zero_points_by_hand():
-    """field-cases #42: zero points 3 and 12, scales 0.5 and 2, (code - zero point) * scale."""
+    """Zero points 3 and 12, scales 0.5 and 2, (code - zero point) * scale.
+
+    docs/field-cases.md: zero points and activation order.
+    """
     codes = torch.tensor([[0, 3, 5, 15, 3, 3, 3, 4] + [0, 12, 15, 1, 12, 12, 12, 13]])
     tensors = _tensors(codes, torch.tensor([[0.5, 2.0]]), torch.tensor([[3, 12]]))
 
@@ -82,7 +85,7 @@ def test_every_code_survives_packing(symmetric):
 
 
 def test_a_mismatched_group_size_is_an_error():
-    """field-cases #31: config.json says 128, the file has groups of 32."""
+    """config.json says 128, the file has groups of 32. docs/field-cases.md: the same dequantised bits."""
     tensors = Int4Format(group_size=32).quantize(random_weight(16, 256))
     assert Int4Format(group_size=128).specs(16, 256)["weight_scale"].shape != tensors["weight_scale"].shape
     assert Int4Format(group_size=128).problems(tensors) == [

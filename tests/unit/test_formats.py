@@ -105,23 +105,6 @@ def test_a_shard_of_columns_is_a_slice_of_the_weight(name, start, stored_tensors
 
 
 @each_format
-def test_a_shard_of_experts_holds_whole_experts(name):
-    weight_format = FORMATS[name]
-    experts = [quantize(weight_format, random_weight(64, 128, seed)) for seed in range(4)]
-    stacked = {leaf: torch.stack([expert[leaf] for expert in experts]) for leaf in experts[0]}
-
-    shard = weight_format.shard_experts(stacked, 1, 3)
-
-    for index, expert in enumerate(experts[1:3]):
-        one = {leaf: tensor[index] for leaf, tensor in shard.items()}
-        assert torch.equal(
-            weight_format.dequantize(one, torch.float32), weight_format.dequantize(expert, torch.float32)
-        )
-    with pytest.raises(ValueError, match="experts 3 to 5"):
-        weight_format.shard_experts(stacked, 3, 5)
-
-
-@each_format
 @pytest.mark.parametrize("bounds", [(-1, 128), (128, 128), (0, ROWS + 1)])
 def test_a_shard_outside_the_weight_is_refused(name, bounds, stored_tensors):
     with pytest.raises(ValueError, match="not a range inside"):

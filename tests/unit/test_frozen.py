@@ -155,7 +155,7 @@ def test_inputs_of_another_width_or_shape_are_refused():
 
 
 def test_a_stored_weight_must_be_what_its_format_says():
-    """field-cases #31: a mismatched group size is an error."""
+    """A mismatched group size is an error. docs/field-cases.md: the same dequantised bits."""
     tensors = dict(stored(Int4Format(group_size=32), 128, COLUMNS).tensors)
     with pytest.raises(ValueError, match=r"weight_scale of int4 weight .*\(128, 12\), must be .*\(128, 3\)"):
         StoredWeight(Int4Format(group_size=128), 128, COLUMNS, tensors)

@@ -34,7 +34,10 @@ def on_the_stored_base(method, x_TI, part, tensors):
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 @pytest.mark.parametrize("name", LOW_PRECISION)
 def test_merged_into_the_dequantised_base_it_is_the_adapter_on_the_stored_one(name, method):
-    """field-cases #51; stored again, the rounding error is the one that ``orbit quantize`` reports."""
+    """Stored again, the rounding error is the one that ``orbit quantize`` reports.
+
+    docs/field-cases.md: merge into a stored base.
+    """
     part, tensors = stored(FORMATS[name], ROWS, COLUMNS), trained(method)
     x_TI = torch.randn(9, COLUMNS, generator=torch.Generator().manual_seed(2))
     base_OI = part.dequantize(torch.float32)

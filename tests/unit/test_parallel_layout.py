@@ -9,7 +9,7 @@ from transformers import DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 
 from orbit_kernels.adapters import LoRAMethod, OFTMethod
 from orbit_kernels.adapters.config import AdapterConfig
-from orbit_kernels.families.architecture import DecoderArchitecture
+from orbit_kernels.families import DecoderArchitecture, read_architecture
 from orbit_kernels.formats import Int4Format
 from orbit_kernels.formats.scheme.fields import Rules
 from orbit_kernels.linears.share import Share, divided_dim
@@ -33,7 +33,7 @@ FIELDS = {
 
 
 def architecture(config=Qwen3Config, name="Qwen3ForCausalLM", **fields) -> DecoderArchitecture:
-    return DecoderArchitecture.from_hf(config(architectures=[name], **FIELDS | fields))
+    return read_architecture(config(architectures=[name], **FIELDS | fields))
 
 
 MOE = architecture(

@@ -27,7 +27,7 @@ def test_no_tokens_give_no_metrics():
 
 
 def test_tail_is_gated_when_the_mean_is_small():
-    """field-cases #25: the mean alone would pass."""
+    """The mean alone would pass. docs/field-cases.md: truncated sampling."""
     difference = torch.zeros(100)
     difference[:3] = 0.5
     metrics = parity_metrics(torch.zeros(100), difference)

@@ -38,7 +38,7 @@ def test_equal_bases_pass():
     ids=("group size", "ignored layer", "one bit"),
 )
 def test_the_first_difference_is_named_with_both_values_and_the_holder(other, name):
-    """field-cases #31: a mismatched group size is an error; so is any other bit."""
+    """A mismatched group size is an error; so is any other bit. docs/field-cases.md: the same dequantised bits."""
     with pytest.raises(PreflightError, match=f"the SGLang server at one holds another base than the trainer: {name}"):
         require_equal(manifest(), manifest(**other), "the SGLang server at one")
 

@@ -21,7 +21,7 @@ def test_whole_replies_pass():
 
 
 def test_a_log_prob_too_few_is_rejected():
-    """field-cases #34: five tokens, four log-probs."""
+    """Five tokens, four log-probs. docs/field-cases.md: missing log-probs."""
     with pytest.raises(RejectedSample, match="5 tokens with 4 log-probs"):
         check_reply(reply(5, 4), expects_log_probs=True)
     with pytest.raises(RejectedSample, match="5 tokens with 0 log-probs"):
@@ -45,7 +45,10 @@ def test_a_record_is_read_as_sglang_sends_it():
 
 
 def test_a_record_that_does_not_pair_with_the_tokens_is_rejected():
-    """field-cases #29: as many rows as positions; the last token has not been through the model."""
+    """As many rows as positions; the last token has not been through the model.
+
+    docs/field-cases.md: a route for each position.
+    """
     answer = reply(4, 4)
     with pytest.raises(RejectedSample, match="7 tokens with experts recorded for 0 of them: must be all but the last"):
         check_record(answer, prompt_length=3)

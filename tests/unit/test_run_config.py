@@ -190,7 +190,7 @@ def test_unknown_key_is_refused(run_config):
     ],
 )
 def test_what_cannot_work_is_refused_with_the_fix(run_config, override, message):
-    """field-cases #25 (top_p) and #38 (block size) among them."""
+    """top_p and the block size among them. docs/field-cases.md: truncated sampling; width and block size."""
     with pytest.raises(ValueError, match=message):
         resolve(run_config(override))
 
@@ -391,7 +391,10 @@ def test_checkpoints_that_do_not_hold_what_they_say_are_refused(run_config, mode
 
 
 def test_scales_of_a_quantised_checkpoint_are_checked(run_config, model):
-    """The kind of field-cases #42 and #44: what no weight can have is refused by name before Ray starts."""
+    """What no weight can have is refused by name before Ray starts.
+
+    docs/field-cases.md: zero points and activation order; blocks that do not fit.
+    """
     weight_format = Int4Format(group_size=32, scale_dtype=torch.float32)
     tensors = safetensors.torch.load_file(model / "model.safetensors")
     for name in [name for name in tensors if name.endswith("_proj.weight")]:

@@ -10,7 +10,10 @@ def stacked():
 
 
 def test_parts_of_any_number_of_rows_keep_their_own_block(stacked):
-    """field-cases #44: 160, 80 and 80 rows have 2, 1 and 1 blocks of 128, which share none."""
+    """160, 80 and 80 rows have 2, 1 and 1 blocks of 128, which share none.
+
+    docs/field-cases.md: blocks that do not fit.
+    """
     parts = [torch.randn(2, 3), torch.randn(1, 3), torch.randn(1, 3)]
     for shard, part in zip("qkv", parts, strict=True):
         stacked.load_qkv_weight(part, shard_id=shard, shard_offset=7, shard_size=7)

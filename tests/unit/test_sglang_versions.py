@@ -89,7 +89,7 @@ def test_only_one_staging_at_a_time():
 
 
 def test_staging_waits_for_requests_on_the_inactive_version():
-    """field-cases #16."""
+    """docs/field-cases.md: the slot in use."""
     versions = SlotVersions()
     stage(versions, 1)
     versions.activate(1)
@@ -117,7 +117,7 @@ def test_the_target_is_no_version_that_a_request_may_use():
 
 @pytest.mark.parametrize("overwritten, held", [(False, [0, 1, 2]), (True, [0, 2])])
 def test_a_failed_staging_keeps_the_old_version_unless_it_was_overwritten(overwritten, held):
-    """field-cases #17."""
+    """docs/field-cases.md: failed staging."""
     versions = SlotVersions()
     for version in (1, 2):
         stage(versions, version)

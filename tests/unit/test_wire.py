@@ -105,7 +105,7 @@ def test_digest_depends_on_every_bit():
 
 
 def test_every_problem_is_listed(method):
-    """field-cases #3, the payload's side."""
+    """The payload's side. docs/field-cases.md: names that fit nothing."""
     leaf = method.leaves[-1]
     tensors = dict(make_adapter(method).tensors)
     tensors[tensor_name("model.layers.0.self_attn.qq_proj", leaf)] = torch.zeros(4, 4)

@@ -1,6 +1,6 @@
 """Adapter methods: siblings that differ in how they change a linear, and in nothing else.
 
-Importable without torch; the numerics of each method are in the module of its name one level up.
+Importable without torch; the numerics of each method are in ``reference.py`` of its package.
 """
 
 from orbit_kernels.adapters.common.method import AdapterMethod

@@ -127,13 +127,15 @@ class AdapterConfig:
         targets = peft.get("target_modules")
         if isinstance(targets, str) or not isinstance(targets, Iterable):
             raise ValueError(f"target_modules {targets!r}: must be a list of module names, not a pattern")
-        layers = peft.get("layers_to_transform")
-        if layers is not None and not is_int(layers) and not isinstance(layers, list):
+        layers: list[int] | None = peft.get("layers_to_transform")
+        if is_int(layers):
+            layers = [layers]
+        if layers is not None and not isinstance(layers, list):
             raise ValueError(f"layers_to_transform {layers!r}: must be a list of layer numbers")
         return cls(
             method=method.from_peft(peft),
             target_modules=tuple(targets),
-            layers=None if layers is None else ((layers,) if is_int(layers) else tuple(layers)),
+            layers=None if layers is None else tuple(layers),
         )
 
     @classmethod

@@ -88,16 +88,16 @@ class BaseManifest:
             ValueError: ranks hold different things under one name; both are given.
         """
         first, *others = ranks
-        joined = cls(formats=dict(first.formats), tensors=dict(first.tensors))
+        formats, tensors = dict(first.formats), dict(first.tensors)
         for rank, other in enumerate(others, start=1):
-            for ours, theirs in ((joined.formats, other.formats), (joined.tensors, other.tensors)):
+            for ours, theirs in ((formats, other.formats), (tensors, other.tensors)):
                 common = ours.keys() & theirs.keys()
                 holders = ("the ranks before", f"rank {rank}")
                 difference = _first_difference(_only(ours, common), _only(theirs, common), holders)
                 if difference is not None:
                     raise ValueError(f"ranks that hold one base together differ: {difference}")
                 ours |= theirs
-        return joined
+        return cls(formats=formats, tensors=tensors)
 
     @property
     def cuts(self) -> dict[str, tuple[Cut, ...]]:

@@ -28,9 +28,11 @@ class LinearAdapter(Protocol):
 
     def inputs(self, x_RI: torch.Tensor) -> list[torch.Tensor]:
         """What the frozen weight reads: one input for all projections, or one for each."""
+        ...
 
     def output(self, x_RI: torch.Tensor, y_RO: torch.Tensor) -> torch.Tensor:
         """The adapted output, from the linear's own input and from the frozen weight's output."""
+        ...
 
 
 class ExpertAdapter:
@@ -92,8 +94,10 @@ def adapted_product(
     return torch.cat([adapter.output(x, y) for adapter, x, y in zip(adapters, rows, outputs, strict=True)])
 
 
-def _recomputed(inputs: Callable, x_RI: torch.Tensor) -> list[torch.Tensor]:
+def _recomputed(inputs: Callable[[torch.Tensor], list[torch.Tensor]], x_RI: torch.Tensor) -> list[torch.Tensor]:
     """``inputs(x)``, again in backward: what an expert's rotation is made of would take a hundred times its own size."""
     if not torch.is_grad_enabled():
         return inputs(x_RI)
-    return checkpoint(inputs, x_RI, use_reentrant=False, preserve_rng_state=False)
+    recomputed = checkpoint(inputs, x_RI, use_reentrant=False, preserve_rng_state=False)
+    assert isinstance(recomputed, list)
+    return recomputed

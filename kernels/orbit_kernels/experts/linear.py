@@ -3,6 +3,7 @@
 Dimension suffixes: R rows of a chunk, grouped by expert, I input width, O output width.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -89,7 +90,7 @@ def grouped_linear_backward(
     for grad_of_expert, out, own in zip(grad_RO.split(counts), grad_RI.split(counts), matrices, strict=True):
         grads = grad_of_expert.split([matrix_OI.shape[0] for matrix_OI in own], dim=1)
         products = [grad @ matrix_OI for grad, matrix_OI in zip(grads, own, strict=True)]
-        out.copy_(products[0] if len(products) == 1 else sum(product.float() for product in products))
+        out.copy_(products[0] if len(products) == 1 else functools.reduce(torch.add, map(torch.Tensor.float, products)))
     return grad_RI
 
 

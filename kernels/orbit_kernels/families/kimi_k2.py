@@ -1,8 +1,21 @@
-"""Kimi's configurations, which transformers 5.9 does not know: a checkpoint's own Python files need not be run."""
+"""Kimi-K2.5 and K2.6, whose language model is a DeepSeek-V3.
 
+transformers 5.9 does not know Kimi's configurations: they stand here, so that a checkpoint's own Python files need not be run.
+"""
+
+import dataclasses
 from typing import Any
 
 from transformers import AutoConfig, DeepseekV3Config, PretrainedConfig
+
+from orbit_kernels.families import deepseek_v3
+
+FAMILY = dataclasses.replace(
+    deepseek_v3.FAMILY,
+    architecture="KimiK25ForConditionalGeneration",
+    model_types=("kimi_k25",),
+    prefix="language_model.",
+)
 
 
 class KimiK2Config(DeepseekV3Config):

@@ -6,9 +6,6 @@ Importable without torch.
 import re
 from collections.abc import Collection
 
-LANGUAGE_PREFIXES = {"kimi_k25": "language_model."}
-"""What stands in front of a language model's names, by the model type of one that has more than language."""
-
 EXPERTS, SHARED_EXPERT, ROUTER = ".mlp.experts.", ".mlp.shared_experts", ".mlp.gate"
 ROUTER_BIAS = f"{ROUTER}.e_score_correction_bias"
 EXPERT_NUMBER = re.compile(rf"(?<={re.escape(EXPERTS)})\d+(?=\.)")

@@ -13,9 +13,11 @@ class Divisible(Protocol):
 
     def shard_rows(self, tensors: Mapping[str, "Tensor"], start: int, stop: int) -> Mapping[str, "Tensor"]:
         """The tensors of a range of the weight's rows."""
+        ...
 
     def shard_columns(self, tensors: Mapping[str, "Tensor"], start: int, stop: int) -> Mapping[str, "Tensor"]:
         """The tensors of a range of the weight's columns."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

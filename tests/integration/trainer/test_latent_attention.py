@@ -7,7 +7,7 @@ import safetensors.torch
 import torch
 from transformers import AutoConfig
 
-from orbit_kernels.families.architecture import DecoderArchitecture
+from orbit_kernels.families import DecoderArchitecture, read_architecture
 from orbit_verl.config.keys import BaseSettings
 from orbit_verl.model import latent_attention
 from orbit_verl.model.tensors import open_checkpoint
@@ -166,7 +166,7 @@ def test_a_configuration_that_would_be_computed_otherwise_is_refused(deepseek, f
     config = AutoConfig.from_pretrained(deepseek[torch.float32])
     setattr(config, field, value)
     with pytest.raises(ValueError, match=said):
-        DecoderArchitecture.from_hf(config)
+        read_architecture(config)
 
 
 def test_targets_may_leave_the_routed_experts_out(deepseek):
@@ -191,7 +191,7 @@ def engine_of(folder, **options):
 
 
 def architecture_of(folder) -> DecoderArchitecture:
-    return DecoderArchitecture.from_hf(AutoConfig.from_pretrained(folder))
+    return read_architecture(AutoConfig.from_pretrained(folder))
 
 
 def assert_like_merged(engine, reference, weights, tokens):

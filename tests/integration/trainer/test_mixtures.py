@@ -5,7 +5,7 @@ import safetensors.torch
 import torch
 from transformers import AutoConfig
 
-from orbit_kernels.families.architecture import DecoderArchitecture
+from orbit_kernels.families import read_architecture
 from orbit_verl.config.keys import BaseSettings
 from orbit_verl.model.tensors import open_checkpoint
 from tests.support.engines import (
@@ -143,4 +143,4 @@ def test_a_missing_expert_is_named(moe, tmp_path):
     del tensors["model.layers.2.mlp.experts.5.up_proj.weight"]
     safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"model\.layers\.2\.mlp\.experts\.5\.up_proj\.weight: missing"):
-        open_checkpoint(DecoderArchitecture.from_hf(AutoConfig.from_pretrained(folder)), folder)
+        open_checkpoint(read_architecture(AutoConfig.from_pretrained(folder)), folder)

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 from verl.trainer.config import CheckpointConfig
 from verl.workers.config import HFModelConfig, McoreOptimizerConfig
 
-from orbit_kernels.families.architecture import DecoderArchitecture
+from orbit_kernels.families import read_architecture
 from orbit_kernels.linears.fusing import GATE_UP
 from orbit_verl.config.keys import BaseSettings
 from orbit_verl.model.build import build_model, transformer_config
@@ -91,7 +91,7 @@ def test_every_misfit_is_listed(copied):
 
 
 def test_missing_files_are_refused(copied, tmp_path):
-    architecture = DecoderArchitecture.from_hf(AutoConfig.from_pretrained(copied()[0]))
+    architecture = read_architecture(AutoConfig.from_pretrained(copied()[0]))
     config = transformer_config(architecture, {})
     with pytest.raises(ValueError, match="no such folder"):
         build_model(architecture, BaseSettings(), config, tmp_path / "nowhere", torch.device("cpu"), ParallelLayout())
@@ -131,7 +131,7 @@ def test_configurations_that_cannot_be_represented_are_refused_by_field(checkpoi
     else:
         setattr(config, field, value)
     with pytest.raises(ValueError, match=field):
-        DecoderArchitecture.from_hf(config)
+        read_architecture(config)
 
 
 def test_bf16_checkpoint_can_be_widened_but_fp32_is_never_narrowed(copied):

@@ -8,7 +8,7 @@ import safetensors.torch
 import torch
 from transformers import AutoConfig
 
-from orbit_kernels.families.architecture import DecoderArchitecture
+from orbit_kernels.families import read_architecture
 from orbit_verl.model.naming import named_tensors
 from orbit_verl.model.tensors import linear_formats, open_checkpoint
 from orbit_verl.worker.base_manifest import base_manifest
@@ -39,7 +39,7 @@ def copied(quantized, tmp_path):
 
 def check(folder):
     """What a run does before Ray starts, and the engine before it allocates."""
-    open_checkpoint(DecoderArchitecture.from_hf(AutoConfig.from_pretrained(folder)), folder)
+    open_checkpoint(read_architecture(AutoConfig.from_pretrained(folder)), folder)
 
 
 def fill(name, index, value):
@@ -136,7 +136,7 @@ def test_nothing_is_allocated_for_a_model_that_does_not_fit(copied):
 def test_ignored_layers_stay_unquantised(checkpoints, tmp_path, name):
     ignored = ["model.layers.0.mlp.down_proj", *(f"model.layers.1.self_attn.{part}_proj" for part in "kqv")]
     path = quantize(checkpoints["qwen3", BF16], tmp_path / "model", name, plain=ignored)
-    formats = linear_formats(DecoderArchitecture.from_hf(AutoConfig.from_pretrained(path)))
+    formats = linear_formats(read_architecture(AutoConfig.from_pretrained(path)))
     assert sorted(module for module, found in formats.items() if found.name == "bf16") == ignored
     held = dict(named_tensors(make_engine(path).module[0]))
     assert all(held[f"{module}.weight"].dtype == BF16 for module in ignored)

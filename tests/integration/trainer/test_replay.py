@@ -6,7 +6,7 @@ import pytest
 import torch
 from verl.workers.config.engine import EngineRouterReplayConfig
 
-from orbit_kernels.families.architecture import MixtureOfExperts
+from orbit_kernels.families import MixtureOfExperts
 from orbit_verl.config.keys import BaseSettings
 from orbit_verl.model.router import FrozenBiasedRouter, FrozenRouter
 from tests.support.engines import (

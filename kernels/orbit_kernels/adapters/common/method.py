@@ -5,7 +5,7 @@ Dimension suffixes: T tokens, I input width, O output width.
 
 import abc
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeGuard
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -73,10 +73,6 @@ class AdapterMethod(abc.ABC):
         """The weight, at least fp32, whose plain linear equals the adapted one."""
 
     @abc.abstractmethod
-    def unmerge(self, merged_OI: "Tensor", tensors: Mapping[str, "Tensor"]) -> "Tensor":
-        """Undo ``merge``."""
-
-    @abc.abstractmethod
     def shard_rows(self, tensors: Mapping[str, "Tensor"], start: int, stop: int) -> dict[str, "Tensor"]:
         """The tensors for rows ``start:stop`` of the weight, as views."""
 
@@ -103,6 +99,6 @@ def refuse_options(peft: Mapping[str, Any], accepted: Mapping[str, Any]) -> None
             )
 
 
-def is_int(value: object) -> bool:
+def is_int(value: object) -> TypeGuard[int]:
     """Whether a value read from JSON is an integer and not a truth value."""
     return isinstance(value, int) and not isinstance(value, bool)

@@ -117,12 +117,6 @@ class LoRAMethod(AdapterMethod):
 
         return lora.merge(weight_OI, tensors["lora_A"], tensors["lora_B"], self.scaling)
 
-    def unmerge(self, merged_OI: "Tensor", tensors: Mapping[str, "Tensor"]) -> "Tensor":
-        """``W - s B A``."""
-        from orbit_kernels.adapters.lora import reference as lora
-
-        return lora.merge(merged_OI, tensors["lora_A"], tensors["lora_B"], -self.scaling)
-
     def shard_rows(self, tensors: Mapping[str, "Tensor"], start: int, stop: int) -> dict[str, "Tensor"]:
         """The whole of A, those rows of B."""
         return {"lora_A": tensors["lora_A"], "lora_B": tensors["lora_B"][start:stop]}

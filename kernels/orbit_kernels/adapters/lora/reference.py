@@ -46,6 +46,6 @@ def fused_update(x_TI: torch.Tensor, a_RI: Sequence[torch.Tensor], scaled_b_OR: 
 
 
 def merge(weight_OI: torch.Tensor, a_RI: torch.Tensor, b_OR: torch.Tensor, scaling: float) -> torch.Tensor:
-    """The weight ``W + s B A`` whose plain linear equals the adapted one, at least fp32; ``-scaling`` undoes it."""
+    """The weight ``W + s B A`` whose plain linear equals the adapted one, at least fp32."""
     delta_OI = scaled(b_OR, scaling) @ a_RI.to(torch.promote_types(a_RI.dtype, torch.float32))
     return weight_OI.to(delta_OI.dtype) + delta_OI

@@ -125,12 +125,6 @@ class OFTMethod(AdapterMethod):
 
         return oft.merge(weight_OI, self.rotation(tensors))
 
-    def unmerge(self, merged_OI: "Tensor", tensors: Mapping[str, "Tensor"]) -> "Tensor":
-        """Solve with ``R^T``."""
-        from orbit_kernels.adapters.oft import reference as oft
-
-        return oft.unmerge(merged_OI, self.rotation(tensors))
-
     def rotation(self, tensors: Mapping[str, "Tensor"]) -> "Tensor":
         """Rotation blocks [I / B, B, B], at least fp32."""
         from orbit_kernels.adapters.oft import reference as oft

@@ -77,13 +77,6 @@ def merge(weight_OD: torch.Tensor, r_NBB: torch.Tensor) -> torch.Tensor:
     return rotate(weight_OD.to(r_NBB.dtype), r_NBB.transpose(-2, -1))
 
 
-def unmerge(merged_OD: torch.Tensor, r_NBB: torch.Tensor) -> torch.Tensor:
-    """Undo ``merge``. Solves with ``R`` rather than trusting its transpose, which a truncated series only approaches."""
-    n, b, _ = r_NBB.shape
-    blocks_NBO = merged_OD.to(r_NBB.dtype).reshape(-1, n, b).permute(1, 2, 0)
-    return torch.linalg.solve(r_NBB, blocks_NBO).permute(2, 0, 1).reshape(merged_OD.shape)
-
-
 def orthogonality_error(r_NBB: torch.Tensor) -> torch.Tensor:
     """Frobenius norm of ``R^T R - I`` per block, [N], dimensionless; 0 for an exact rotation.
 

@@ -101,16 +101,6 @@ class WeightFormat(ABC):
             ValueError: the columns are out of range, or a boundary cuts a block of weights that are stored together.
         """
 
-    def shard_experts(self, tensors: Tensors, start: int, stop: int) -> dict[str, torch.Tensor]:
-        """Experts [start, stop) of tensors that are stacked by expert [E, ...], as views.
-
-        Raises:
-            ValueError: the experts are out of range.
-        """
-        num_experts = next(iter(tensors.values())).shape[0]
-        check_range("experts", start, stop, num_experts)
-        return {leaf: tensor[start:stop] for leaf, tensor in tensors.items()}
-
     def model_input(self, x_TI: torch.Tensor, parts: Sequence[Tensors]) -> torch.Tensor:
         """What the deployed kernel feeds its GEMM in place of ``x``, in the dtype of ``x``; ``x`` where it quantises none.
 

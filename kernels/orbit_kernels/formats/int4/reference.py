@@ -52,13 +52,23 @@ def quantize(
     """
     # compressed-tensors imports transformers: seconds that reading a checkpoint does without.
     from compressed_tensors.compressors import PackedQuantizationCompressor
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationScheme,
+        QuantizationStrategy,
+        QuantizationType,
+    )
     from compressed_tensors.quantization.utils import calculate_qparams
 
     weight = weight_OI.float()
     groups = weight.unflatten(-1, (-1, group_size))
     arguments = QuantizationArgs(
-        num_bits=4, type="int", symmetric=symmetric, strategy="group", group_size=group_size, zp_dtype=torch.int8
+        num_bits=4,
+        type=QuantizationType.INT,
+        symmetric=symmetric,
+        strategy=QuantizationStrategy.GROUP,
+        group_size=group_size,
+        zp_dtype=torch.int8,
     )
     scale, zero_point = calculate_qparams(groups.amin(-1), groups.amax(-1), arguments)
     state = PackedQuantizationCompressor.compress(

@@ -27,7 +27,7 @@ def quantization_config(weight_format: WeightFormat, ignored: Sequence[str]) -> 
     if isinstance(weight_format, Int4Format):
         weights = _arguments("int", "group", weight_format.group_size)
         return _compressed_tensors("pack-quantized", weights | {"symmetric": weight_format.symmetric}, None, ignored)
-    if isinstance(weight_format, Mxfp4Format) and weight_format.style == "compressed-tensors":
+    if isinstance(weight_format, Mxfp4Format):
         weights = _arguments("float", "group", weight_format.describe()["group_size"])
         return _compressed_tensors("mxfp4-pack-quantized", weights | {"scale_dtype": "torch.uint8"}, None, ignored)
     if isinstance(weight_format, Nvfp4Format) and weight_format.style == "compressed-tensors":
@@ -67,12 +67,13 @@ def _compressed_tensors(
     import compressed_tensors
     from compressed_tensors.quantization import QuantizationConfig
 
-    config = QuantizationConfig(
-        config_groups={
-            "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "format": file_format}
-        },
-        format=file_format,
-        ignore=list(ignored),
-        quantization_status="compressed",
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "format": file_format}
+    config = QuantizationConfig.model_validate(
+        {
+            "config_groups": {"group_0": group},
+            "format": file_format,
+            "ignore": list(ignored),
+            "quantization_status": "compressed",
+        }
     )
     return config.model_dump(mode="json") | {"version": compressed_tensors.__version__}

@@ -3,14 +3,33 @@
 import dataclasses
 import socket
 
-import harness
 import pytest
-from harness import PROMPT, QWEN3_FLAGS, output_logprobs, prompt_logprobs
 
 from orbit_cli.doctor import State
 from orbit_cli.server_checks import server_checks
+from tests.support.adapters import random_adapter
+from tests.support.configurations import CONFIGURATIONS, SLOTS
+from tests.support.server import (
+    PROMPT,
+    START_TIMEOUT_S,
+    free_port,
+    launch,
+    output_logprobs,
+    prompt_logprobs,
+    serve,
+    stop,
+)
+
+pytestmark = pytest.mark.server("qwen3")
 
 PROMPTS = [PROMPT, PROMPT[:1], [(3 * index) % 50 + 3 for index in range(300)]]
+
+
+@pytest.fixture(scope="module")
+def plain_server(checkpoints, tmp_path_factory):
+    """Qwen3 without slots."""
+    with serve(checkpoints.plain("qwen3"), tmp_path_factory.mktemp("plain") / "log", "--dtype", "float32") as server:
+        yield server
 
 
 def answers(server, **fields) -> list[tuple]:
@@ -19,48 +38,55 @@ def answers(server, **fields) -> list[tuple]:
     return [(answer["output_ids"], prompt_logprobs(answer), output_logprobs(answer)) for answer in single + batch]
 
 
-def test_adapter_off_is_bitwise_the_plain_server(servers):
-    import tiny_models
-
-    slots = servers.get("qwen3", *QWEN3_FLAGS)
-    slots.rollback(0)
-    untouched = answers(slots)
-    slots.install(tiny_models.random_adapter(1))
-    assert answers(slots) != untouched
-    beside_a_version = answers(slots, orbit_version=0)
-    plain = answers(servers.get("qwen3", "--dtype", "float32"))
+def test_adapter_off_is_bitwise_the_plain_server(server, plain_server):
+    untouched = answers(server)
+    server.install(random_adapter(1))
+    assert answers(server) != untouched
+    beside_a_version = answers(server, orbit_version=0)
+    plain = answers(plain_server)
     assert untouched == plain
     assert beside_a_version == plain
 
 
-def test_doctor_says_that_a_plain_server_has_no_slots(servers):
-    (check,) = server_checks(servers.get("qwen3", "--dtype", "float32").url, None)
+def test_the_command_line_serves_bitwise_what_the_forked_server_of_the_tests_serves(server, checkpoints, tmp_path):
+    """Nothing of this start is forked: every process imports for itself."""
+    flags = CONFIGURATIONS["qwen3"].flags
+    with serve(checkpoints.plain("qwen3"), tmp_path / "log", *flags, cold=True) as cold:
+        assert answers(cold) == answers(server)
+        for one in (cold, server):
+            one.install(random_adapter(1))
+        assert answers(cold) == answers(server)
+        assert [process.name() for process in cold.schedulers()] == [process.name() for process in server.schedulers()]
+
+
+def test_doctor_says_that_a_plain_server_has_no_slots(plain_server):
+    (check,) = server_checks(plain_server.url, None)
     assert check.state is State.FAILED and "--enable-orbit-slots" in check.detail
 
 
-def test_a_port_in_use_ends_the_server_with_a_clear_text(servers, tmp_path):
+def test_a_port_in_use_ends_the_server_with_a_clear_text(checkpoints, tmp_path):
     with socket.socket() as taken:
-        port = harness.free_port()
+        port = free_port()
         taken.bind(("127.0.0.1", port))
         taken.listen()
         log = tmp_path / "log"
-        process = harness.launch(servers.checkpoint("qwen3"), log, port, *QWEN3_FLAGS)
+        process = launch(checkpoints.plain("qwen3"), log, port, *SLOTS)
         try:
-            assert process.wait(timeout=harness.START_TIMEOUT_S) != 0
+            assert process.wait(timeout=START_TIMEOUT_S) != 0
         finally:
-            harness.stop(process)
+            stop(process)
     assert f"--host 127.0.0.1 --port {port}: Address already in use; choose another --port" in log.read_text()
     assert "Load weight" not in log.read_text()
 
 
 @pytest.fixture(scope="module")
-def server_args(servers):
+def server_args(checkpoints):
     from sglang.srt.server_args import ServerArgs
 
     from orbit_sglang import plugin
 
     plugin.register()
-    model = str(servers.checkpoint("qwen3"))
+    model = str(checkpoints.plain("qwen3"))
     base = {"model_path": model, "device": "cpu", "attention_backend": "torch_native", "enable_orbit_slots": True}
     return lambda **changes: ServerArgs(**{**base, **changes})
 

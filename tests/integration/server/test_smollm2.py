@@ -1,13 +1,14 @@
 """SmolLM2-135M in four formats: the server's model against transformers on the dequantised weights, per token."""
 
-import in_process
 import pytest
-import quantized_models
 import torch
 from transformers import AutoTokenizer
 
 from orbit_kernels.checkpoint.manifest import BaseManifest
 from recipes.smollm2_135m.checkpoint import write_checkpoint
+from tests.support import in_process, references
+from tests.support.quantized import difference_from_files, quantize
+from tests.support.references import transformers_model
 
 pytestmark = pytest.mark.slow
 QUESTION = [{"role": "user", "content": "What is 37 plus 48? Answer with the number."}]
@@ -30,16 +31,16 @@ def prompt(source):
 @pytest.mark.parametrize("style", ["fp8", "int4", "nvfp4", "mxfp4"])
 def test_equals_transformers_on_the_dequantised_weights_per_token(source, prompt, tmp_path, style):
     """In BF16, transformers itself is 0.02 from fp32 arithmetic on the same weights, and so the server may be."""
-    folder = quantized_models.save(source, tmp_path / style, style)
+    folder = quantize(source, tmp_path / style, style)
     tokens_32, served_32 = greedy(folder, prompt, "float32")
     tokens_16, served_16 = greedy(folder, prompt, "bfloat16")
-    model = quantized_models.transformers_model(folder, torch.float32)
-    error_32 = (served_32 - quantized_models.logprobs(model, prompt, tokens_32)).abs()
+    model = transformers_model(folder, torch.float32)
+    error_32 = (served_32 - references.logprobs(model, prompt, tokens_32)).abs()
     assert error_32.max() <= 1e-4  # measured 6e-5, over the whole vocabulary
 
-    rounded = quantized_models.transformers_model(folder, torch.bfloat16)
+    rounded = transformers_model(folder, torch.bfloat16)
     model.load_state_dict(rounded.state_dict())
-    exact, transformers = (quantized_models.logprobs(one, prompt, tokens_16) for one in (model, rounded))
+    exact, transformers = (references.logprobs(one, prompt, tokens_16) for one in (model, rounded))
     own_error, error_16 = (transformers - exact).abs(), (served_16 - exact).abs()
     assert 0 < error_16.mean() <= 1.5 * own_error.mean() and error_16.max() <= 2 * own_error.max()
 
@@ -47,5 +48,5 @@ def test_equals_transformers_on_the_dequantised_weights_per_token(source, prompt
 def greedy(folder, prompt: list[int], dtype: str) -> tuple[list[int], torch.Tensor]:
     with in_process.served(folder, dtype=dtype, orbit_base_activations="none") as served:
         if dtype == "bfloat16":
-            assert quantized_models.difference_from_files(folder, BaseManifest(**served.model.orbit_base)) is None
+            assert difference_from_files(folder, BaseManifest(**served.model.orbit_base)) is None
         return served.greedy(prompt, NUM_TOKENS)

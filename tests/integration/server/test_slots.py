@@ -37,8 +37,8 @@ class Attention(torch.nn.Module):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def global_server_args(servers):
-    model = str(servers.checkpoint("qwen3"))
+def global_server_args(checkpoints):
+    model = str(checkpoints.plain("qwen3"))
     set_global_server_args_for_scheduler(ServerArgs(model_path=model, device="cpu", attention_backend="torch_native"))
 
 
@@ -153,7 +153,10 @@ def test_the_base_slot_is_bitwise_the_linear_without_slots(method):
 
 
 def test_a_part_that_the_next_version_leaves_out_is_the_base_again(method):
-    """field-cases #10, within one fused projection: up to the rounding of a GEMM with three times the rows."""
+    """Within one fused projection: up to the rounding of a GEMM with three times the rows.
+
+    docs/field-cases.md: what the version before left.
+    """
     model, bank = served(method, "split", torch.float32)
     x_TD = torch.randn(9, WIDTH)
     bank.prepare(adapter(method, 1, tied=False).encode()).write(1)
@@ -224,7 +227,7 @@ def test_a_model_without_known_linears_is_refused():
 
 
 def test_a_width_that_the_block_does_not_divide_has_no_slot_and_refuses_the_adapter():
-    """field-cases #38: 96 and a block of 64."""
+    """96 and a block of 64. docs/field-cases.md: width and block size."""
 
     class Mlp(torch.nn.Module):
         def __init__(self):

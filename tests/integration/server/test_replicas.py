@@ -3,17 +3,19 @@
 import asyncio
 from collections.abc import Iterator
 
-import harness
 import pytest
-from harness import Server, spans
-from test_server_3_slot_client import Link
-from tiny_models import random_adapter
 
 from orbit_kernels.contract.payload import Adapter
 from orbit_kernels.contract.versions import version_of
 from orbit_verl.config.keys import SlotSettings
 from orbit_verl.publishing.checkpoint_engine import OrbitCheckpointEngine
 from orbit_verl.publishing.slot_client import SlotError
+from tests.support.adapters import random_adapter
+from tests.support.configurations import CONFIGURATIONS
+from tests.support.link import Link
+from tests.support.server import Server, serve, spans
+
+pytestmark = pytest.mark.server("qwen3")
 
 FAILED = ["error"] * 40
 NO_FAULT = "none"
@@ -40,18 +42,18 @@ class Replicas:
 
 
 @pytest.fixture(scope="module")
-def second(servers, tmp_path_factory) -> Iterator[Server]:
+def second(checkpoints, tmp_path_factory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("second") / "log"
-    with harness.serve(servers.checkpoint("qwen3"), log, *harness.QWEN3_FLAGS) as server:
+    with serve(checkpoints.plain("qwen3"), log, *CONFIGURATIONS["qwen3"].flags) as server:
         yield server
 
 
 @pytest.fixture
-def replicas(qwen3, second) -> Iterator[Replicas]:
+def replicas(server, second) -> Iterator[Replicas]:
     """Both on a version of their own making, the same."""
     host, port = second.url.removeprefix("http://").split(":")
     link = Link((host, int(port)))
-    replicas = Replicas([qwen3, second], link)
+    replicas = Replicas([server, second], link)
     second.wait_until_idle()
     replicas.publish(max(server.new_version() for server in replicas.servers), random_adapter(80))
     yield replicas

@@ -2,14 +2,8 @@
 
 import json
 
-import in_process
 import pytest
-import quantized_models
-import tiny_models
 import torch
-from harness import PROMPT
-from peft import PeftModel
-from quantized_models import difference_from_files
 from safetensors.torch import load_file, save_file
 from sglang.srt.layers.linear import LinearBase
 
@@ -18,8 +12,13 @@ from orbit_kernels.checkpoint.manifest import BaseManifest
 from orbit_kernels.frozen.product import frozen_matmul
 from orbit_sglang.model.naming import part_names
 from orbit_sglang.startup.checkpoint_check import check_checkpoint
+from tests.support import in_process, references
+from tests.support.adapters import RAGGED_LINEARS, random_adapter
+from tests.support.quantized import FORMATS, change_config, difference_from_files, quantize, stored_weights
+from tests.support.references import assert_close, peft_model, transformers_model
+from tests.support.server import PROMPT
 
-STYLES = list(quantized_models.STYLES)
+STYLES = list(FORMATS)
 FAMILIES = ("qwen3", "llama")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CHUNK_BYTES = 64 << 20
@@ -33,10 +32,13 @@ def linears(model: torch.nn.Module) -> dict[str, LinearBase]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("style", STYLES)
-def test_the_server_holds_the_bits_of_the_files_and_nothing_more(servers, family, style):
-    """field-cases #31, #44 (parts that end inside a block), #45 (three global scales in one fused projection)."""
-    folder = servers.quantized(family, style)
-    expected = quantized_models.stored_weights(folder)
+def test_the_server_holds_the_bits_of_the_files_and_nothing_more(checkpoints, family, style):
+    """Parts that end inside a block; three global scales in one fused projection.
+
+    docs/field-cases.md: the same dequantised bits; blocks that do not fit; global scales of a fused linear.
+    """
+    folder = checkpoints.quantized(family, style)
+    expected = stored_weights(folder)
     with in_process.served(folder, dtype="bfloat16") as served:
         assert difference_from_files(folder, BaseManifest(**served.model.orbit_base)) is None
         for name, layer in linears(served.model).items():
@@ -60,9 +62,9 @@ def resident_bytes(model: torch.nn.Module) -> int:
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("activations", ["deployed", "none"])
 @pytest.mark.parametrize("style", STYLES)
-def test_a_linear_computes_bitwise_what_the_trainer_computes(servers, style, activations, dtype):
-    folder = servers.quantized("qwen3", style)
-    expected = quantized_models.stored_weights(folder)
+def test_a_linear_computes_bitwise_what_the_trainer_computes(checkpoints, style, activations, dtype):
+    folder = checkpoints.quantized("qwen3", style)
+    expected = stored_weights(folder)
     with in_process.served(folder, dtype=dtype, orbit_base_activations=activations) as served:
         for name, layer in linears(served.model).items():
             x_TI = torch.randn(5, layer.input_size).to(DTYPES[dtype])
@@ -78,44 +80,39 @@ def test_a_linear_computes_bitwise_what_the_trainer_computes(servers, style, act
     [("float32", 1e-5, 1e-4), ("bfloat16", 5e-3, 0.1)],  # measured 2e-7 and 1e-6; 2e-3 and 9e-3
 )
 def test_equals_transformers_on_the_dequantised_weights_per_token(
-    servers, tmp_path, family, style, dtype, mean, largest
+    checkpoints, tmp_path, family, style, dtype, mean, largest
 ):
     """Over the whole vocabulary at each of 16 greedy tokens, with the base and with an adapter."""
-    folder = servers.quantized(family, style)
-    adapter = tiny_models.random_adapter(1, scale=0.1, sizes=tiny_models.RAGGED_SIZES)
+    folder = checkpoints.quantized(family, style)
+    adapter = random_adapter(1, scale=0.1, linears=RAGGED_LINEARS)
     with in_process.served(folder, dtype=dtype, orbit_base_activations="none") as served:
         served.stage(adapter)
         base_tokens, base_TV = served.greedy(PROMPT, 16)
         tokens, served_TV = served.greedy(PROMPT, 16, in_process.ADAPTED_SLOT)
-    model = quantized_models.transformers_model(folder, DTYPES[dtype])
-    assert_close(base_TV, quantized_models.logprobs(model, PROMPT, base_tokens), mean, largest)
-    without_TV = quantized_models.logprobs(model, PROMPT, tokens)
-    model = PeftModel.from_pretrained(model, quantized_models.save_adapter(adapter, tmp_path / "peft")).eval()
-    assert_close(served_TV, quantized_models.logprobs(model, PROMPT, tokens), mean, largest)
+    model = transformers_model(folder, DTYPES[dtype])
+    assert_close(base_TV, references.logprobs(model, PROMPT, base_tokens), mean, largest)
+    without_TV = references.logprobs(model, PROMPT, tokens)
+    model = peft_model(model, adapter)
+    assert_close(served_TV, references.logprobs(model, PROMPT, tokens), mean, largest)
     assert (served_TV - without_TV).abs().mean() > 10 * mean
 
 
-def assert_close(left_TV: torch.Tensor, right_TV: torch.Tensor, mean: float, largest: float) -> None:
-    difference = (left_TV - right_TV).abs()
-    assert difference.mean() <= mean and difference.max() <= largest
-
-
 @pytest.mark.parametrize("style", ["fp8", "nvfp4"])
-def test_deployed_activations_are_those_of_the_format(servers, style):
+def test_deployed_activations_are_those_of_the_format(checkpoints, style):
     """The median: a code that rounds the other way moves a few tokens by 0.1."""
-    folder = servers.quantized("qwen3", style)
+    folder = checkpoints.quantized("qwen3", style)
     with in_process.served(folder, dtype="float32") as served:
         tokens, deployed_TV = served.greedy(PROMPT, 16)
-    plain = quantized_models.transformers_model(folder, torch.float32)
-    modelled = quantized_models.transformers_model(folder, torch.float32, deployed=True)
-    plain_TV, modelled_TV = (quantized_models.logprobs(model, PROMPT, tokens) for model in (plain, modelled))
+    plain = transformers_model(folder, torch.float32)
+    modelled = transformers_model(folder, torch.float32, deployed=True)
+    plain_TV, modelled_TV = (references.logprobs(model, PROMPT, tokens) for model in (plain, modelled))
     assert (deployed_TV - modelled_TV).abs().median() <= 1e-5 < 1e-3 < (deployed_TV - plain_TV).abs().median()
 
 
 @pytest.mark.parametrize("style", ["fp8", "int4", "nvfp4_modelopt"])
-def test_linears_that_are_left_out_stay_plain(servers, style):
+def test_linears_that_are_left_out_stay_plain(checkpoints, style):
     """All parts of a fused projection by their own names, as checkpoints name them."""
-    folder = servers.quantized("qwen3", style, plain="self_attn")
+    folder = checkpoints.quantized("qwen3", style, plain=("self_attn",))
     with in_process.served(folder, dtype="bfloat16") as served:
         assert difference_from_files(folder, BaseManifest(**served.model.orbit_base)) is None
         computing = {name for name, layer in linears(served.model).items() if hasattr(layer, "orbit_reference")}
@@ -123,23 +120,23 @@ def test_linears_that_are_left_out_stay_plain(servers, style):
 
 
 @pytest.mark.parametrize("style", ["fp8", "int4", "nvfp4_modelopt"])
-def test_a_fused_projection_of_two_formats_is_refused_by_name(servers, style):
-    folder = servers.quantized("qwen3", style, plain="up_proj")
+def test_a_fused_projection_of_two_formats_is_refused_by_name(checkpoints, style):
+    folder = checkpoints.quantized("qwen3", style, plain=("up_proj",))
     with pytest.raises(ValueError, match=r"layers\.0\.mlp\.gate_proj .*layers\.0\.mlp\.up_proj .*quantise them alike"):
         check_checkpoint(str(folder), "cpu")
 
 
 @pytest.mark.parametrize("style", ["int4_asymmetric", "nvfp4_weight_only", "mxfp4"])
-def test_what_only_the_reference_computes_is_refused_on_a_gpu(servers, style):
+def test_what_only_the_reference_computes_is_refused_on_a_gpu(checkpoints, style):
     with pytest.raises(ValueError, match=r"layers\.0\..*no kernel for it on cuda"):
-        check_checkpoint(str(servers.quantized("qwen3", style)), "cuda")
+        check_checkpoint(str(checkpoints.quantized("qwen3", style)), "cuda")
 
 
-def test_a_tensor_that_sglang_does_not_load_stops_the_start(servers, monkeypatch):
+def test_a_tensor_that_sglang_does_not_load_stops_the_start(checkpoints, monkeypatch):
     """SGLang looks the block scales of a Llama up under another name, warns, and would serve uninitialised ones."""
-    monkeypatch.setattr("orbit_sglang.cpu.fp8._rename", lambda layer, old, new: None)
+    monkeypatch.setattr("orbit_sglang.base.quantization._rename", lambda layer, old, new: None)
     with pytest.raises(ValueError, match=r"q_proj\.weight_scale_inv: 4 of 4 scales are NaN"):
-        with in_process.served(servers.quantized("llama", "fp8"), dtype="bfloat16"):
+        with in_process.served(checkpoints.quantized("llama", "fp8"), dtype="bfloat16"):
             pass
 
 
@@ -169,7 +166,7 @@ def poison(scale: torch.Tensor) -> torch.Tensor:
 def change_quantization(**fields):
     def apply(folder) -> None:
         config = json.loads((folder / "config.json").read_text())["quantization_config"]
-        quantized_models.change_config(folder, quantization_config=config | fields)
+        change_config(folder, quantization_config=config | fields)
 
     return apply
 
@@ -193,9 +190,12 @@ def change_group_size(folder) -> None:
         ("mxfp4", change_scale(lambda scale: scale + 100), FIRST + r"\.weight_scale: .* another bias"),
     ],
 )
-def test_a_damaged_checkpoint_is_refused_by_the_name_of_its_tensor(servers, tmp_path, style, damage, reason):
-    """field-cases #31 (a mismatched group size), #47 (another bias)."""
-    folder = quantized_models.save(servers.ragged("qwen3"), tmp_path / style, style)
+def test_a_damaged_checkpoint_is_refused_by_the_name_of_its_tensor(checkpoints, tmp_path, style, damage, reason):
+    """A mismatched group size, and another bias, among them.
+
+    docs/field-cases.md: the same dequantised bits; UE8M0 exponent bias.
+    """
+    folder = quantize(checkpoints.ragged("qwen3"), tmp_path / style, style)
     check_checkpoint(str(folder), "cpu")
     damage(folder)
     with pytest.raises(ValueError, match=reason):

@@ -10,19 +10,20 @@ import threading
 import uuid
 from collections.abc import Iterator
 
-import harness
-import in_process
 import numpy as np
 import pytest
 import requests
-import tiny_models
 import torch
-from harness import PROMPT, spans, wait_for
 from peft import PeftModel
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from orbit_kernels.contract.payload import Adapter
+from tests.support import in_process, tiny_models
+from tests.support.adapters import random_adapter
+from tests.support.references import save_adapter
+from tests.support.server import PROMPT, Server, spans, wait_for
+
+pytestmark = pytest.mark.server("recording")
 
 LAYERS, TOP_K = tiny_models.SIZES["num_hidden_layers"], 2
 LONG_PROMPT = [(7 * index + 3) % 50 + 3 for index in range(150)]
@@ -38,12 +39,7 @@ class Reference:
         self._base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
         self._adapted = None
         for name, adapter in adapters.items():
-            place = folder / name
-            place.mkdir()
-            (place / "adapter_config.json").write_text(adapter.config.to_peft_json())
-            save_file(
-                {key: tensor.clone() for key, tensor in adapter.tensors.items()}, place / "adapter_model.safetensors"
-            )
+            place = save_adapter(adapter, folder / name)
             if self._adapted is None:
                 self._adapted = PeftModel.from_pretrained(self._base, place, adapter_name=name).eval()
             else:
@@ -64,12 +60,12 @@ class Reference:
 
 @pytest.fixture(scope="module")
 def adapters() -> dict[str, Adapter]:
-    return {f"v{seed}": tiny_models.random_adapter(seed, targets=ATTENTION) for seed in (1, 2)}
+    return {f"v{seed}": random_adapter(seed, targets=ATTENTION) for seed in (1, 2)}
 
 
 @pytest.fixture(scope="module")
-def reference(servers, tmp_path_factory, adapters) -> Reference:
-    return Reference(servers.checkpoint("qwen3_moe"), tmp_path_factory.mktemp("adapters"), adapters)
+def reference(checkpoints, tmp_path_factory, adapters) -> Reference:
+    return Reference(checkpoints.plain("qwen3_moe"), tmp_path_factory.mktemp("adapters"), adapters)
 
 
 def recorded(answer: dict) -> torch.Tensor:
@@ -88,13 +84,13 @@ def agrees(record_TLK: torch.Tensor, scores_TLE: torch.Tensor) -> torch.Tensor:
     return (same_TL | ~is_clear_TL).all(-1)
 
 
-def generate(server: harness.Server, prompt=LONG_PROMPT, tokens: int = 16, **fields):
+def generate(server: Server, prompt=LONG_PROMPT, tokens: int = 16, **fields):
     return server.generate(prompt, tokens, return_routed_experts=True, logprob_start_len=-1, **fields)
 
 
-def test_prompt_and_generated_tokens(recording, reference):
+def test_prompt_and_generated_tokens(server, reference):
     """Two answers to one prompt, of which all tokens have a record but the last; the prompt was prefilled in chunks."""
-    answers = generate(recording, sampling_params={"n": 2, "temperature": 1.0})
+    answers = generate(server, sampling_params={"n": 2, "temperature": 1.0})
     assert answers[0]["output_ids"] != answers[1]["output_ids"]
     for answer in answers:
         ids = LONG_PROMPT + answer["output_ids"]
@@ -102,19 +98,19 @@ def test_prompt_and_generated_tokens(recording, reference):
         assert agrees(recorded(answer), reference.scores((None, ids))).all()
 
 
-def test_only_requests_that_ask_get_a_record(recording):
-    answer = recording.generate(PROMPT, 4)
+def test_only_requests_that_ask_get_a_record(server):
+    answer = server.generate(PROMPT, 4)
     assert "routed_experts" not in answer["meta_info"]
-    whole, rest = (recorded(generate(recording, PROMPT, 4, routed_experts_start_len=start)) for start in (0, 10))
+    whole, rest = (recorded(generate(server, PROMPT, 4, routed_experts_start_len=start)) for start in (0, 10))
     assert torch.equal(whole[10:], rest)
 
 
-def test_cached_tokens_have_the_record_of_their_own_version(recording, reference, adapters):
-    version = recording.install(adapters["v1"])
+def test_cached_tokens_have_the_record_of_their_own_version(server, reference, adapters):
+    version = server.install(adapters["v1"])
     for name, number in (("v1", version), (None, 0)):
-        first = generate(recording, orbit_version=number)
+        first = generate(server, orbit_version=number)
         ids = LONG_PROMPT + first["output_ids"]
-        again = generate(recording, ids, orbit_version=number)
+        again = generate(server, ids, orbit_version=number)
         assert again["meta_info"]["cached_tokens"] >= len(ids) - 1
         ids += again["output_ids"]
         record = recorded(again)
@@ -129,7 +125,7 @@ class Streams:
     Each has a name of its own in ``rids``: SGLang aborts the name of a stream two seconds after the stream has ended.
     """
 
-    def __init__(self, server: harness.Server, prompts: list[list[int]], tokens: int):
+    def __init__(self, server: Server, prompts: list[list[int]], tokens: int):
         self.counts, self.answers = [0] * len(prompts), [{} for _ in prompts]
         self.rids = [uuid.uuid4().hex for _ in prompts]
         self._server, self._tokens = server, tokens
@@ -164,7 +160,7 @@ def _events(response: requests.Response) -> Iterator[dict]:
             yield json.loads(line.removeprefix(b"data: "))
 
 
-def switched(server: harness.Server, adapters, prompts: list[list[int]], tokens: int) -> list[dict]:
+def switched(server: Server, adapters, prompts: list[list[int]], tokens: int) -> list[dict]:
     """Answers that began under ``v1`` and went on under ``v2`` after ten tokens or more."""
     server.install(adapters["v1"])
     version = server.new_version()
@@ -175,9 +171,9 @@ def switched(server: harness.Server, adapters, prompts: list[list[int]], tokens:
     return streams.join()
 
 
-def test_a_request_that_goes_on_with_another_version(recording, reference, adapters):
-    """Each token has the experts of the version that computed it; field-cases #29's kind."""
-    (answer,) = switched(recording, adapters, [PROMPT], 120)
+def test_a_request_that_goes_on_with_another_version(server, reference, adapters):
+    """Each token has the experts of the version that computed it. docs/field-cases.md: a route for each position."""
+    (answer,) = switched(server, adapters, [PROMPT], 120)
     (_, _, count), (_, _, rest) = spans(answer)
     ids, record = PROMPT + answer["output_ids"], recorded(answer)
     assert count + rest == 120 and len(record) == len(ids) - 1
@@ -188,12 +184,12 @@ def test_a_request_that_goes_on_with_another_version(recording, reference, adapt
         assert not agrees(record, reference.scores((version, ids))).all()
 
 
-def test_a_retracted_request_keeps_what_was_recorded(recording, reference, adapters):
+def test_a_retracted_request_keeps_what_was_recorded(server, reference, adapters):
     """Retracted after a switch, it is computed again with the second version; the log-probs are still the first one's."""
-    before = recording.log.read_text().count("Retract requests")
+    before = server.log.read_text().count("Retract requests")
     prompts = [[first, *PROMPT] for first in (11, 22)]
-    answers = switched(recording, adapters, prompts, 400)
-    assert recording.log.read_text().count("Retract requests") > before
+    answers = switched(server, adapters, prompts, 400)
+    assert server.log.read_text().count("Retract requests") > before
     recomputed = 0
     for prompt, answer in zip(prompts, answers, strict=True):
         (_, _, count), (_, _, rest) = spans(answer)
@@ -209,16 +205,16 @@ def test_a_retracted_request_keeps_what_was_recorded(recording, reference, adapt
     assert recomputed, "no request was retracted after it had switched"
 
 
-def test_an_aborted_request_and_one_that_takes_it_up(recording, reference):
-    """field-cases #29: as many rows as positions, none twice."""
-    streams = Streams(recording, [PROMPT], 400)
+def test_an_aborted_request_and_one_that_takes_it_up(server, reference):
+    """As many rows as positions, none twice. docs/field-cases.md: a route for each position."""
+    streams = Streams(server, [PROMPT], 400)
     streams.wait_for_tokens(10)
-    assert recording.post("/abort_request", {"rid": streams.rids[0]}).status_code == 200
+    assert server.post("/abort_request", {"rid": streams.rids[0]}).status_code == 200
     (answer,) = streams.join()
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
     ids = PROMPT + answer["output_ids"]
     assert 10 <= len(answer["output_ids"]) < 400 and len(recorded(answer)) == len(ids) - 1
-    taken_up = generate(recording, ids, 20)
+    taken_up = generate(server, ids, 20)
     assert taken_up["meta_info"]["cached_tokens"] >= len(ids) - 1
     ids += taken_up["output_ids"]
     assert len(recorded(taken_up)) == len(ids) - 1
@@ -226,21 +222,21 @@ def test_an_aborted_request_and_one_that_takes_it_up(recording, reference):
     assert agrees(recorded(taken_up), reference.scores((None, ids))).all()
 
 
-def test_prompts_longer_than_sglangs_buffer(servers, reference):
+def test_prompts_longer_than_sglangs_buffer(checkpoints, reference):
     """SGLang makes room for one token a request where prompts are not prefilled in chunks."""
     options = {"dtype": "float32", "enable_return_routed_experts": True, "disable_overlap_schedule": True}
-    with in_process.served(servers.checkpoint("qwen3_moe"), chunked_prefill_size=-1, **options) as served:
+    with in_process.served(checkpoints.plain("qwen3_moe"), chunked_prefill_size=-1, **options) as served:
         tokens, _ = served.greedy(LONG_PROMPT, 8)
         (record,) = served.experts
     assert len(record) == len(LONG_PROMPT) + 7
     assert agrees(record.long(), reference.scores((None, LONG_PROMPT + tokens))).all()
 
 
-def test_what_cannot_be_recorded_is_refused(servers):
+def test_what_cannot_be_recorded_is_refused(checkpoints):
     with pytest.raises(ValueError, match="--enable-return-routed-experts: .* is dense, it has no experts to record"):
-        with in_process.served(servers.checkpoint("qwen3"), dtype="float32", enable_return_routed_experts=True):
+        with in_process.served(checkpoints.plain("qwen3"), dtype="float32", enable_return_routed_experts=True):
             pass
     with pytest.raises(ValueError, match="a prefix that comes back from the host leaves its record behind"):
         options = {"enable_return_routed_experts": True, "enable_hierarchical_cache": True}
-        with in_process.served(servers.checkpoint("qwen3_moe"), **options):
+        with in_process.served(checkpoints.plain("qwen3_moe"), **options):
             pass

@@ -3,10 +3,7 @@
 import json
 import shutil
 
-import in_process
 import pytest
-import quantized_models
-import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -15,6 +12,8 @@ from orbit_kernels.checkpoint.files import HFCheckpoint
 from orbit_kernels.checkpoint.manifest import BaseManifest
 from orbit_sglang.cpu.experts import ReferenceExperts
 from orbit_sglang.startup.checkpoint_check import check_checkpoint
+from tests.support import in_process, references, tiny_models
+from tests.support.quantized import quantize
 
 PROMPT = [4, 9, 33, 12, 50, 7, 7, 20]
 STYLES = ("int4", "fp8", "mxfp4")
@@ -24,7 +23,7 @@ UP = "model.layers.1.mlp.experts.5.up_proj"
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     """Folder of a BF16 checkpoint."""
-    return tiny_models.save_qwen3_moe(tmp_path_factory.mktemp("moe") / "plain", torch.bfloat16)
+    return tiny_models.save("qwen3_moe", tmp_path_factory.mktemp("moe") / "plain", torch.bfloat16)
 
 
 def tensors_of_files(folder) -> dict:
@@ -39,12 +38,12 @@ def test_the_base_equals_transformers_per_token(plain):
         held = BaseManifest(**served.model.orbit_base)
     assert held.tensors.keys() == tensors_of_files(plain).keys()
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
-    assert (served_TV - quantized_models.logprobs(model, PROMPT, tokens)).abs().max() < 1e-4  # measured 6e-6
+    assert (served_TV - references.logprobs(model, PROMPT, tokens)).abs().max() < 1e-4  # measured 6e-6
 
 
 @pytest.mark.parametrize("style", STYLES)
 def test_the_server_holds_the_bits_of_the_files_and_nothing_more(plain, tmp_path, style):
-    folder = quantized_models.save(plain, tmp_path / style, style)
+    folder = quantize(plain, tmp_path / style, style)
     check_checkpoint(str(folder), "cpu")
     with in_process.served(folder, dtype="bfloat16") as served:
         held = BaseManifest(**served.model.orbit_base)
@@ -81,7 +80,7 @@ def test_what_would_be_served_wrongly_is_refused(plain, tmp_path, damage, reason
 
 
 def test_mixed_formats_among_experts_are_refused(plain, tmp_path):
-    folder = quantized_models.save(plain, tmp_path / "mixed", "int4", plain="experts.5.")
+    folder = quantize(plain, tmp_path / "mixed", "int4", plain=("experts.5.",))
     with pytest.raises(ValueError, match="quantise them alike"):
         with in_process.served(folder, dtype="float32"):
             pass

@@ -1,25 +1,24 @@
 """Bases that are refused before a server allocates: those of which SGLang's GPU kernels would make another model."""
 
-import in_process
 import pytest
-import quantized_models
 import torch
-from quantized_models import difference_from_files
 from safetensors.torch import load_file, save_file
 
 from orbit_kernels.checkpoint.manifest import BaseManifest
 from orbit_sglang.base import stored
 from orbit_sglang.startup.checkpoint_check import check_checkpoint
+from tests.support import in_process
+from tests.support.quantized import difference_from_files, quantize, stored_weights
 
 GLOBAL_SCALES = {"nvfp4": "weight_global_scale", "nvfp4_modelopt": "weight_scale_2"}
 
 
 @pytest.fixture
-def copied(servers, tmp_path):
+def copied(checkpoints, tmp_path):
     """A writable ragged Qwen3 in a style, and a function that edits its tensors."""
 
     def copy(style):
-        folder = quantized_models.save(servers.ragged("qwen3"), tmp_path / style, style)
+        folder = quantize(checkpoints.ragged("qwen3"), tmp_path / style, style)
 
         def edit(change):
             tensors = load_file(folder / "model.safetensors")
@@ -52,9 +51,9 @@ def test_fused_parts_of_different_global_scales_are_refused_on_a_gpu(copied, sty
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
-def test_an_unquantised_linear_stored_in_bytes_is_refused(servers, tmp_path, dtype):
+def test_an_unquantised_linear_stored_in_bytes_is_refused(checkpoints, tmp_path, dtype):
     """SGLang would convert the codes to numbers, without a scale."""
-    folder = quantized_models.save(servers.ragged("qwen3"), tmp_path / "int4", "int4", plain="down_proj")
+    folder = quantize(checkpoints.ragged("qwen3"), tmp_path / "int4", "int4", plain=("down_proj",))
     check_checkpoint(str(folder), "cpu")
     name = "model.layers.0.mlp.down_proj.weight"
     tensors = load_file(folder / "model.safetensors")
@@ -65,8 +64,11 @@ def test_an_unquantised_linear_stored_in_bytes_is_refused(servers, tmp_path, dty
 
 
 @pytest.mark.parametrize("style", GLOBAL_SCALES)
-def test_every_fused_part_overwrites_what_memory_held(servers, monkeypatch, style):
-    """field-cases #45: the scales' memory is full of 1e9 when SGLang's loader starts."""
+def test_every_fused_part_overwrites_what_memory_held(checkpoints, monkeypatch, style):
+    """The scales' memory is full of 1e9 when SGLang's loader starts.
+
+    docs/field-cases.md: global scales of a fused linear.
+    """
     filled = []
 
     def fill(model, scheme):
@@ -76,8 +78,8 @@ def test_every_fused_part_overwrites_what_memory_held(servers, monkeypatch, styl
                 filled.append((name, parameter.numel()))
 
     monkeypatch.setattr(stored, "invalidate_scales", fill)
-    folder = servers.quantized("qwen3", style)
-    expected = quantized_models.stored_weights(folder)
+    folder = checkpoints.quantized("qwen3", style)
+    expected = stored_weights(folder)
     with in_process.served(folder, dtype="bfloat16") as served:
         assert difference_from_files(folder, BaseManifest(**served.model.orbit_base)) is None
         qkv = served.model.get_submodule("model.layers.0.self_attn.qkv_proj").orbit_reference.parts

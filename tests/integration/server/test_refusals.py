@@ -4,13 +4,17 @@ import pickle
 
 import pytest
 import requests
-import tiny_models
 import torch
-from harness import output_logprobs
 
+from orbit_kernels.adapters import OFTMethod
+from orbit_kernels.adapters.config import AdapterConfig
 from orbit_kernels.contract.payload import Adapter
+from tests.support.adapters import random_adapter
+from tests.support.server import output_logprobs
 
-GOOD = tiny_models.random_adapter(1)
+pytestmark = pytest.mark.server("qwen3")
+
+GOOD = random_adapter(1)
 NAMES = sorted(GOOD.tensors)
 
 
@@ -36,10 +40,10 @@ REFUSED = {
     "wrong shape": (with_tensors(**{NAMES[0]: torch.zeros(4, 495)}), NAMES[0]),
     "wrong dtype": (with_tensors(**{NAMES[0]: torch.zeros(4, 496, dtype=torch.int32)}), "int32"),
     "not finite": (with_tensors(**{NAMES[0]: torch.full((4, 496), torch.nan)}), "not finite"),
-    "wrong block size": (tiny_models.random_adapter(1, block_size=16), "--orbit-block-size"),
+    "wrong block size": (random_adapter(1, method=OFTMethod(block_size=16)), "--orbit-block-size"),
     "missing": (Adapter({NAMES[0]: GOOD.tensors[NAMES[0]]}, GOOD.config), "missing"),
-    "untied parts": (tiny_models.random_adapter(1, tied=False), "--orbit-fused split"),
-    "part of a tied projection": (tiny_models.random_adapter(1, targets=("q_proj", "o_proj")), "k_proj"),
+    "untied parts": (random_adapter(1, tied=False), "--orbit-fused split"),
+    "part of a tied projection": (random_adapter(1, targets=("q_proj", "o_proj")), "k_proj"),
 }
 
 
@@ -51,7 +55,7 @@ def _without_configuration() -> bytes:
 
 def refuse(server, payload, code: int = 422) -> dict:
     """Stage something that must be refused while a version is active, and return the error."""
-    active = server.install(tiny_models.random_adapter(7))
+    active = server.install(random_adapter(7))
     before, answer = server.status(), server.generate()
     response = server.stage(active + 1, payload() if callable(payload) else payload)
     assert response.status_code == code, response.text
@@ -66,46 +70,46 @@ def refuse(server, payload, code: int = 422) -> dict:
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_payload_that_does_not_fit_is_refused(qwen3, case):
+def test_a_payload_that_does_not_fit_is_refused(server, case):
     payload, reason = REFUSED[case]
-    error = refuse(qwen3, payload)
+    error = refuse(server, payload)
     assert error["code"] == "adapter_refused"
     assert any(reason in problem for problem in error["detail"]), error
 
 
-def test_one_unknown_name_among_eight_is_listed(qwen3):
-    """field-cases #3."""
+def test_one_unknown_name_among_eight_is_listed(server):
+    """docs/field-cases.md: names that fit nothing."""
     tensors = {name: GOOD.tensors[name] for name in NAMES[:7]} | {
         "base_model.model.x.oft_R.weight": torch.zeros(2, 496)
     }
-    error = refuse(qwen3, Adapter(tensors, GOOD.config))
+    error = refuse(server, Adapter(tensors, GOOD.config))
     assert any(problem.startswith("base_model.model.x.oft_R.weight: unknown tensor") for problem in error["detail"])
 
 
-def test_an_adapter_that_matches_nothing_is_refused(qwen3):
-    """field-cases #3."""
-    config = tiny_models.AdapterConfig(target_modules=("wqkv",))
-    error = refuse(qwen3, Adapter({"base_model.model.wqkv.oft_R.weight": torch.zeros(2, 496)}, config))
+def test_an_adapter_that_matches_nothing_is_refused(server):
+    """docs/field-cases.md: names that fit nothing."""
+    config = AdapterConfig(target_modules=("wqkv",))
+    error = refuse(server, Adapter({"base_model.model.wqkv.oft_R.weight": torch.zeros(2, 496)}, config))
     assert any("match no linear of the model" in problem for problem in error["detail"])
 
 
-def test_a_pickle_is_refused_and_never_loaded(qwen3, tmp_path):
-    """field-cases S3."""
+def test_a_pickle_is_refused_and_never_loaded(server, tmp_path):
+    """docs/field-cases.md: pickle payload."""
     marker = tmp_path / "marker"
-    refuse(qwen3, pickle.dumps(Marker(marker)))
+    refuse(server, pickle.dumps(Marker(marker)))
     assert not marker.exists()
 
 
 @pytest.mark.parametrize("version", ["", "x", "-1", "1.5", "1" * 400, "1" * 5000, str(2**53), str(2**64), "\u0661"])
-def test_a_version_that_is_no_number_is_refused(qwen3, version):
-    response = qwen3.post("/orbit/stage", params={"version": version}, data=GOOD.encode())
+def test_a_version_that_is_no_number_is_refused(server, version):
+    response = server.post("/orbit/stage", params={"version": version}, data=GOOD.encode())
     assert response.status_code == 400 and response.json()["error"]["code"] == "bad_version"
 
 
-def test_a_version_that_is_not_new_is_refused(qwen3):
-    active = qwen3.install(GOOD)
+def test_a_version_that_is_not_new_is_refused(server):
+    active = server.install(GOOD)
     for version in (0, active - 1, active):
-        response = qwen3.stage(version, GOOD)
+        response = server.stage(version, GOOD)
         assert response.status_code == 409 and response.json()["error"]["code"] == "version_not_new"
 
 
@@ -121,15 +125,15 @@ def test_a_version_that_is_not_new_is_refused(qwen3):
         ([1], 400, "bad_body"),
     ],
 )
-def test_an_activation_that_cannot_be_done_is_refused(qwen3, body, status, code):
-    response = qwen3.post("/orbit/activate", body)
+def test_an_activation_that_cannot_be_done_is_refused(server, body, status, code):
+    response = server.post("/orbit/activate", body)
     assert response.status_code == status
     assert response.json()["error"]["code"] == code
-    assert qwen3.status()["active_version"] == 0
+    assert server.status()["active_version"] == 0
 
 
 @pytest.mark.parametrize("path", ["/orbit/activate", "/generate"])
-def test_a_body_that_is_nested_beyond_reading_is_refused(qwen3, path):
+def test_a_body_that_is_nested_beyond_reading_is_refused(server, path):
     text = '{"orbit_version": ' + "[" * 100_000
-    response = requests.post(qwen3.url + path, data=text, headers={"Content-Type": "application/json"}, timeout=60)
+    response = requests.post(server.url + path, data=text, headers={"Content-Type": "application/json"}, timeout=60)
     assert response.status_code == 400 and response.json()["error"]["code"].startswith("bad_")

@@ -3,13 +3,9 @@
 import json
 import shutil
 
-import in_process
 import pytest
-import quantized_models
 import safetensors.torch
-import tiny_models
 import torch
-from quantized_models import merged_model, random_adapter
 from safetensors.torch import load_file, save_file
 from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 from transformers import AutoModelForCausalLM
@@ -22,6 +18,10 @@ from orbit_kernels.formats import Fp8Format, read_base_scheme
 from orbit_kernels.frozen.product import StoredWeight
 from orbit_sglang.control.slots import BASE_SLOT, SLOTS
 from orbit_sglang.startup.checkpoint_check import check_checkpoint
+from tests.support import in_process, references, tiny_models
+from tests.support.adapters import linears_of, random_adapter
+from tests.support.quantized import FORMATS, difference_from_files, quantize
+from tests.support.references import merged_model
 
 PROMPT = [4, 9, 33, 12, 50, 7, 7, 20]
 SHORT = PROMPT[:5]
@@ -53,19 +53,19 @@ def root(tmp_path_factory):
 @pytest.fixture(scope="module")
 def plain(root):
     """Folder of an fp32 checkpoint."""
-    return tiny_models.save_deepseek_v3(root / "fp32", torch.float32, initializer_range=0.1)
+    return tiny_models.save("deepseek_v3", root / "fp32", torch.float32, initializer_range=0.1)
 
 
 @pytest.fixture(scope="module")
 def bf16(root):
     """Folder of a BF16 checkpoint, of logits that BF16 does not round by much."""
-    return tiny_models.save_deepseek_v3(root / "bf16", torch.bfloat16, initializer_range=0.05)
+    return tiny_models.save("deepseek_v3", root / "bf16", torch.bfloat16, initializer_range=0.05)
 
 
 @pytest.fixture(scope="module")
 def kimi(root):
     """Folder of the same weights as a Kimi-K2.5."""
-    return tiny_models.save_kimi_k25(root / "kimi", torch.bfloat16, initializer_range=0.05)
+    return tiny_models.save("kimi_k25", root / "kimi", torch.bfloat16, initializer_range=0.05)
 
 
 def served(folder, **options):
@@ -77,7 +77,7 @@ def largest_difference(server, model, slot: int = BASE_SLOT) -> float:
     tokens, decoded_TV = server.greedy(PROMPT, TOKENS, slot)
     ids = PROMPT + tokens
     prefilled_TV = torch.cat([server.greedy(ids[:length], 1, slot)[1] for length in range(1, len(ids))])
-    expected_TV = quantized_models.logprobs(model, ids[:1], ids[1:])
+    expected_TV = references.logprobs(model, ids[:1], ids[1:])
     decoded_difference = (decoded_TV - expected_TV[len(PROMPT) - 1 :]).abs().max()
     return max(decoded_difference, (prefilled_TV - expected_TV).abs().max()).item()
 
@@ -86,7 +86,7 @@ def test_the_base_equals_transformers_per_token(plain):
     check_checkpoint(str(plain), "cpu")
     with served(plain) as server:
         assert largest_difference(server, AutoModelForCausalLM.from_pretrained(plain).eval()) <= LIMIT
-        assert quantized_models.difference_from_files(plain, BaseManifest(**server.model.orbit_base)) is None
+        assert difference_from_files(plain, BaseManifest(**server.model.orbit_base)) is None
         assert server.model.orbit_base["tensors"].keys() == HFCheckpoint(plain).specs.keys()
 
 
@@ -96,13 +96,13 @@ def test_adapters_equal_merged_weights_alone_and_in_one_batch(plain, case):
     with served(plain, **options) as server:
         before = server.greedy(PROMPT, TOKENS)
         for slot in SLOTS:
-            server.stage(random_adapter(plain, slot, method, **shape), slot)
+            server.stage(random_adapter(slot, linears_of(plain), method=method, **shape), slot)
         prompts, slots = [PROMPT, SHORT, PROMPT], [BASE_SLOT, *SLOTS]
         alone = [server.greedy(prompt, TOKENS, slot) for prompt, slot in zip(prompts, slots, strict=True)]
         assert alone[0][0] == before[0] and torch.equal(alone[0][1], before[1])
         assert (alone[0][1] - alone[2][1]).abs().mean() > 0.1
         for slot in SLOTS:
-            model = merged_model(plain, plain, random_adapter(plain, slot, method, **shape))
+            model = merged_model(plain, plain, random_adapter(slot, linears_of(plain), method=method, **shape))
             assert largest_difference(server, model, slot) <= LIMIT
         together = server.together(prompts, slots, TOKENS)
     for (tokens, logprobs_TV), (tokens_alone, alone_TV) in zip(together, alone, strict=True):
@@ -115,19 +115,19 @@ def test_adapters_equal_merged_weights_alone_and_in_one_batch(plain, case):
 )
 def test_queries_without_a_latent(root, name, rope):
     fields = {"q_lora_rank": None, "rope_parameters": rope, "initializer_range": 0.1}
-    folder = tiny_models.save_deepseek_v3(root / f"no-query-latent-{name}", torch.float32, **fields)
+    folder = tiny_models.save("deepseek_v3", root / f"no-query-latent-{name}", torch.float32, **fields)
     check_checkpoint(str(folder), "cpu")
-    adapter = random_adapter(folder, 1, OFT)
+    adapter = random_adapter(1, linears_of(folder), method=OFT)
     with served(folder) as server:
         server.stage(adapter)
-        assert quantized_models.difference_from_files(folder, BaseManifest(**server.model.orbit_base)) is None
+        assert difference_from_files(folder, BaseManifest(**server.model.orbit_base)) is None
         assert largest_difference(server, merged_model(folder, folder, None)) <= LIMIT
         assert largest_difference(server, merged_model(folder, folder, adapter), in_process.ADAPTED_SLOT) <= LIMIT
 
 
 def test_the_input_of_kv_b_proj_is_rotated_once(plain):
     """In the norm's output, whoever calls ``kv_b_proj`` then; the rotary key is not rotated."""
-    adapter = random_adapter(plain, 1, OFT)
+    adapter = random_adapter(1, linears_of(plain), method=OFT)
     with served(plain) as server:
         server.stage(adapter)
         attention = server.model.get_submodule(ATTENTION)
@@ -142,7 +142,7 @@ def test_the_input_of_kv_b_proj_is_rotated_once(plain):
 
 
 def test_lora_on_the_absorbed_projection_is_refused(plain):
-    good = random_adapter(plain, 1, LORA, without=("kv_b_proj",))
+    good = random_adapter(1, linears_of(plain), method=LORA, without=("kv_b_proj",))
     peft = {**good.config.to_peft(), "target_modules": [*good.config.target_modules, "kv_b_proj"]}
     payload = safetensors.torch.save(dict(good.tensors), metadata={METADATA_KEY: json.dumps(peft)})
     with served(plain, orbit_adapter="lora", orbit_rank=4) as server:
@@ -157,7 +157,7 @@ def test_without_slots_and_with_an_empty_one_the_bits_are_the_same(bf16):
     with served(bf16, dtype="bfloat16", enable_orbit_slots=False) as server:
         tokens, expected_TV = server.greedy(PROMPT, TOKENS)
     with served(bf16, dtype="bfloat16") as server:
-        server.stage(random_adapter(bf16, 1, OFT))
+        server.stage(random_adapter(1, linears_of(bf16), method=OFT))
         base = server.greedy(PROMPT, TOKENS)
         adapted = server.greedy(PROMPT, TOKENS, in_process.ADAPTED_SLOT)
     assert base[0] == tokens and torch.equal(base[1], expected_TV)
@@ -166,17 +166,17 @@ def test_without_slots_and_with_an_empty_one_the_bits_are_the_same(bf16):
 
 def test_bf16_is_as_near_to_fp32_as_transformers_is(bf16):
     """Measured: means 2.1e-3 for both, 2.9e-3 from one another."""
-    adapter = random_adapter(bf16, 1, OFT)
+    adapter = random_adapter(1, linears_of(bf16), method=OFT)
     with served(bf16, dtype="bfloat16") as server:
         server.stage(adapter)
         answers = [server.greedy(PROMPT, TOKENS, slot) for slot in (BASE_SLOT, in_process.ADAPTED_SLOT)]
     rounded = AutoModelForCausalLM.from_pretrained(bf16, dtype=torch.bfloat16).eval()
     for (tokens, served_TV), merged in zip(answers, (None, adapter), strict=True):
-        exact_TV = quantized_models.logprobs(merged_model(bf16, bf16, merged), PROMPT, tokens)
+        exact_TV = references.logprobs(merged_model(bf16, bf16, merged), PROMPT, tokens)
         assert (served_TV - exact_TV).abs().mean() <= 5e-3
     tokens, served_TV = answers[0]
-    exact_TV = quantized_models.logprobs(merged_model(bf16, bf16, None), PROMPT, tokens)
-    rounded_TV = quantized_models.logprobs(rounded, PROMPT, tokens)
+    exact_TV = references.logprobs(merged_model(bf16, bf16, None), PROMPT, tokens)
+    rounded_TV = references.logprobs(rounded, PROMPT, tokens)
     own = (rounded_TV - exact_TV).abs().mean()
     assert own > 0 and (served_TV - exact_TV).abs().mean() <= 1.5 * own
     assert (served_TV - rounded_TV).abs().mean() <= 5e-3
@@ -184,12 +184,12 @@ def test_bf16_is_as_near_to_fp32_as_transformers_is(bf16):
 
 @pytest.mark.parametrize("style", STYLES)
 def test_formats_are_held_as_stored_and_computed_as_dequantised(root, bf16, style):
-    folder = quantized_models.save(bf16, root / style, style)
+    folder = quantize(bf16, root / style, style)
     check_checkpoint(str(folder), "cpu")
     with served(folder, dtype="bfloat16") as server:
-        assert quantized_models.difference_from_files(folder, BaseManifest(**server.model.orbit_base)) is None
+        assert difference_from_files(folder, BaseManifest(**server.model.orbit_base)) is None
         assert_bits(server.model, stored_weights(bf16, folder))
-    adapter = random_adapter(bf16, 1, OFT)
+    adapter = random_adapter(1, linears_of(bf16), method=OFT)
     with served(folder, orbit_base_activations="none") as server:
         server.stage(adapter)
         assert largest_difference(server, merged_model(bf16, folder, None)) <= LIMIT
@@ -205,7 +205,7 @@ def stored_weights(plain, folder) -> dict[str, StoredWeight]:
         name: StoredWeight(
             scheme.format_of(name), *shape, checkpoint.stored_weight(name, scheme.format_of(name), *shape)
         )
-        for name, shape in quantized_models.linear_shapes(plain).items()
+        for name, shape in linears_of(plain).items()
     }
 
 
@@ -227,9 +227,9 @@ def assert_bits(model, expected: dict[str, StoredWeight]) -> None:
 @pytest.mark.parametrize("style", ["fp8", "int4", "nvfp4_modelopt"])
 def test_attention_that_is_left_out_stays_plain(root, kimi, style):
     """Parts of the fused projection by their own names, as checkpoints have them, a prefix included."""
-    folder = quantized_models.save(kimi, root / f"{style}-mlp", style, plain="self_attn")
+    folder = quantize(kimi, root / f"{style}-mlp", style, plain=("self_attn",))
     with served(folder, dtype="bfloat16") as server:
-        assert quantized_models.difference_from_files(folder, BaseManifest(**server.model.orbit_base)) is None
+        assert difference_from_files(folder, BaseManifest(**server.model.orbit_base)) is None
         attention = server.model.get_submodule(f"language_model.{ATTENTION}")
         assert not hasattr(attention.kv_b_proj, "orbit_reference")
         assert not hasattr(attention.fused_qkv_a_proj_with_mqa, "orbit_reference")
@@ -239,7 +239,10 @@ def test_attention_that_is_left_out_stays_plain(root, kimi, style):
 
 def test_kimi_is_its_language_model(bf16, kimi):
     """The same tokens and bits; the adapter's names have the prefix, and so has the base."""
-    adapter, plain_adapter = random_adapter(kimi, 1, OFT), random_adapter(bf16, 1, OFT)
+    adapter, plain_adapter = (
+        random_adapter(1, linears_of(kimi), method=OFT),
+        random_adapter(1, linears_of(bf16), method=OFT),
+    )
     answers = []
     for folder, own in ((kimi, adapter), (bf16, plain_adapter)):
         check_checkpoint(str(folder), "cpu")
@@ -247,7 +250,7 @@ def test_kimi_is_its_language_model(bf16, kimi):
             server.stage(own)
             answers.append([server.greedy(PROMPT, TOKENS, slot) for slot in (BASE_SLOT, in_process.ADAPTED_SLOT)])
             held = BaseManifest(**server.model.orbit_base)
-            assert quantized_models.difference_from_files(folder, held) is None
+            assert difference_from_files(folder, held) is None
             assert held.tensors.keys() == HFCheckpoint(folder).specs.keys()
             if folder == kimi:
                 assert f"language_model.{ATTENTION}.kv_b_proj" in held.formats
@@ -271,14 +274,14 @@ def test_kimi_k2_is_deepseek_by_another_name(root, bf16):
 @pytest.mark.parametrize("place", ["top", "text"])
 def test_kimi_whose_routed_experts_alone_are_packed(root, kimi, place):
     """As published: in the text configuration or beside it, names left out with the prefix."""
-    folder = quantized_models.save(kimi, root / f"kimi-int4-{place}", "int4", only=".experts.")
+    folder = quantize(kimi, root / f"kimi-int4-{place}", "int4", only=".experts.")
     fields = json.loads((folder / "config.json").read_text())
     if place == "text":
         fields["text_config"]["quantization_config"] = fields.pop("quantization_config")
         (folder / "config.json").write_text(json.dumps(fields))
     check_checkpoint(str(folder), "cpu")
     check_checkpoint(str(folder), "cuda")
-    adapter = random_adapter(kimi, 1, OFT)
+    adapter = random_adapter(1, linears_of(kimi), method=OFT)
     with served(folder) as server:
         server.stage(adapter)
         formats = server.model.orbit_base["formats"]
@@ -343,7 +346,7 @@ def set_field(**fields):
 )
 def test_what_would_be_served_wrongly_is_refused_before_it_is_loaded(bf16, tmp_path, style, damage, reason):
     folder = tmp_path / "copy"
-    folder = shutil.copytree(bf16, folder) if style is None else quantized_models.save(bf16, folder, style)
+    folder = shutil.copytree(bf16, folder) if style is None else quantize(bf16, folder, style)
     check_checkpoint(str(folder), "cpu")
     damage(folder)
     with pytest.raises(ValueError, match=reason):
@@ -354,14 +357,14 @@ def test_what_would_be_served_wrongly_is_refused_before_it_is_loaded(bf16, tmp_p
 def test_packed_attention_is_refused_on_a_gpu(bf16, tmp_path, style, leaf):
     """SGLang would end in an error of shapes or attributes there; FP8 it knows."""
     with pytest.raises(ValueError, match=rf"{leaf}: .*no place for it on cuda"):
-        check_checkpoint(str(quantized_models.save(bf16, tmp_path / style, style)), "cuda")
-    check_checkpoint(str(quantized_models.save(bf16, tmp_path / "fp8", "fp8")), "cuda")
+        check_checkpoint(str(quantize(bf16, tmp_path / style, style)), "cuda")
+    check_checkpoint(str(quantize(bf16, tmp_path / "fp8", "fp8")), "cuda")
 
 
 def test_other_fp8_blocks_are_refused_on_a_gpu(bf16, tmp_path, monkeypatch):
     """SGLang would quantise kv_b_proj once more there, by tensor, while the compared base stays the same."""
-    monkeypatch.setitem(quantized_models.STYLES, "fp8_64", Fp8Format(block_rows=64, block_columns=64))
-    folder = str(quantized_models.save(bf16, tmp_path / "fp8", "fp8_64"))
+    monkeypatch.setitem(FORMATS, "fp8_64", Fp8Format(block_rows=64, block_columns=64))
+    folder = str(quantize(bf16, tmp_path / "fp8", "fp8_64"))
     check_checkpoint(folder, "cpu")
     with pytest.raises(ValueError, match=r"kv_b_proj: .*128x128 blocks"):
         check_checkpoint(folder, "cuda")

@@ -2,26 +2,28 @@
 
 import pytest
 import requests
-import tiny_models
-from fuzz_bodies import JSON_TEXTS, fuzzed, json_bodies, payloads, with_text
-from harness import PROMPT, output_logprobs, spans
 from hypothesis import given
 from hypothesis import strategies as st
 
 from orbit_kernels.contract.payload import Adapter
+from tests.support.adapters import random_adapter
+from tests.support.fuzz_bodies import JSON_TEXTS, fuzzed, json_bodies, payloads, with_text
+from tests.support.server import PROMPT, output_logprobs, spans
 
-STAGED = tiny_models.random_adapter(3, targets=("o_proj", "down_proj"))
+pytestmark = pytest.mark.server("qwen3")
+
+STAGED = random_adapter(3, targets=("o_proj", "down_proj"))
 GENERATION = {"input_ids": PROMPT, "orbit_version": 0, "sampling_params": {"max_new_tokens": 1, "ignore_eos": True}}
 
 
 @pytest.fixture
-def occupied(qwen3):
+def occupied(server):
     """Two versions in the slots, the newer one active: it must answer afterwards as it does before."""
-    qwen3.install(tiny_models.random_adapter(1))
-    active = qwen3.install(tiny_models.random_adapter(2))
-    before = qwen3.generate(orbit_version=active)
-    yield qwen3
-    after = qwen3.generate(orbit_version=active)
+    server.install(random_adapter(1))
+    active = server.install(random_adapter(2))
+    before = server.generate(orbit_version=active)
+    yield server
+    after = server.generate(orbit_version=active)
     assert (after["output_ids"], output_logprobs(after)) == (before["output_ids"], output_logprobs(before))
 
 

@@ -12,18 +12,20 @@ import statistics
 
 import aiohttp
 import pytest
-import tiny_models
 import torch
-from harness import QWEN3_FLAGS, Server, spans
-from in_process import ADAPTED_SLOT, Served, served
 from sglang.bench_one_batch import decode, extend
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from orbit_sglang.control.slots import BASE_SLOT
 from orbit_sglang.scheduler.slot_scheduler import RequestVersion
+from tests.support.adapters import random_adapter
+from tests.support.in_process import ADAPTED_SLOT, Served, served
+from tests.support.server import Server, spans
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.sized, pytest.mark.server("qwen3", "qwen3 on two ranks")]
+# By configuration; the schedulers of two ranks must keep the same books.
+NUM_REQUESTS = {"qwen3": 1000, "qwen3 on two ranks": 300}
 
 CONCURRENCY = 32
 LENGTHS = (8, 16, 24)
@@ -35,7 +37,7 @@ OPERATIONS = (
     ("stage", None), ("activate", "finish"), ("rollback", "finish"), ("activate", "switch"),
     ("stage", None), ("activate", "switch"), ("rollback", "switch"), ("activate", "finish"),
 )  # fmt: skip
-ADAPTERS = [tiny_models.random_adapter(seed) for seed in (91, 92, 93)]
+ADAPTERS = [random_adapter(seed) for seed in (91, 92, 93)]
 PAYLOADS = [adapter.encode() for adapter in ADAPTERS]
 PROMPTS = [[random.Random(seed).randrange(3, 53) for _ in range(4 + 2 * seed)] for seed in range(16)]
 
@@ -153,37 +155,24 @@ def reference_tokens(server: Server) -> list[list[int]]:
     return [answer["output_ids"] for answer in answers]
 
 
-def requests_of_a_soak(default: int) -> int:
-    return int(os.environ.get("ORBIT_SOAK_REQUESTS", default))
-
-
 @pytest.fixture(scope="module")
-def num_requests():
-    return requests_of_a_soak(4000)
-
-
-@pytest.fixture(scope="module")
-def server(servers):
-    return servers.get("qwen3", *QWEN3_FLAGS)
-
-
-@pytest.fixture(scope="module")
-def references(server):
+def references(running):
     """By index of the adapter, ``None`` for the base."""
-    server.idle_on_base()
-    references = {None: reference_tokens(server)}
+    running.idle_on_base()
+    references = {None: reference_tokens(running)}
     for index in reversed(range(len(ADAPTERS))):
-        server.install(ADAPTERS[index])
-        references[index] = reference_tokens(server)
+        running.install(ADAPTERS[index])
+        references[index] = reference_tokens(running)
     assert len({str(tokens) for tokens in references.values()}) == len(references)
     return references
 
 
 @pytest.fixture(scope="module")
-def soak(server, references, num_requests):
-    soak = Soak(server, server.status()["active_version"], num_requests)
+def soak(request, running, references):
+    num_requests = int(os.environ.get("ORBIT_SOAK_REQUESTS", NUM_REQUESTS[request.node.callspec.params["running"]]))
+    soak = Soak(running, running.status()["active_version"], num_requests)
     asyncio.run(soak.run())
-    server.wait_until_idle()
+    running.wait_until_idle()
     return soak
 
 
@@ -205,10 +194,10 @@ def test_tokens_of_one_version_are_exactly_those_it_gives_alone(soak, references
         assert reply.tokens == expected[: reply.asked_tokens], reply
 
 
-def test_tokens_on_both_sides_of_a_switch_are_those_of_the_reported_versions(soak, servers):
+def test_tokens_on_both_sides_of_a_switch_are_those_of_the_reported_versions(soak, checkpoints):
     switched = [reply for reply in soak.replies if len(reply.spans) > 1]
     assert switched
-    with served(servers.checkpoint("qwen3"), dtype="float32") as model:
+    with served(checkpoints.plain("qwen3"), dtype="float32") as model:
         unswitched = []
         for reply in random.Random(0).sample(switched, min(REPLAYED, len(switched))):
             adapters = [soak.adapter_of[version] for version in reply.versions]
@@ -242,7 +231,8 @@ def deficits(model: Served, reply: Reply, adapters: list[int | None]) -> list[fl
     return below_best
 
 
-def test_nothing_is_in_use_when_all_have_gone(soak, server):
+def test_nothing_is_in_use_when_all_have_gone(soak, running):
+    server = running
     assert set(soak.operations) == set(OPERATIONS)
     assert server.status()["requests"] == {}
     assert server.post("/flush_cache").status_code == 200
@@ -250,6 +240,8 @@ def test_nothing_is_in_use_when_all_have_gone(soak, server):
     assert len(server.post("/orbit/discard").json()["discarded"]) == 2
 
 
+@pytest.mark.long
+@pytest.mark.server("qwen3")
 def test_memory_is_flat(soak):
     quarter = len(soak.memory_bytes) // 4
     for bytes_of_process in zip(*soak.memory_bytes, strict=True):
