@@ -59,7 +59,10 @@ def test_the_run_ends_with_the_base_unchanged_and_an_adapter(run):
 
 
 def test_validation_uses_the_active_version(run):
-    """No request of a validation names an adapter; every token of it is the active version's."""
+    """No request of a validation names an adapter; every token of it is the active version's.
+
+    docs/field-cases.md: no path misses the adapter.
+    """
     validations = [step for step in run.steps if "orbit/version/validated" in step]
     assert len(validations) == 2
     for step in validations:

@@ -51,7 +51,10 @@ def test_every_version_is_served(six_steps):
 
 
 def test_validation_uses_the_active_version(six_steps):
-    """No request of a validation names an adapter; every token of it is the active version's."""
+    """No request of a validation names an adapter; every token of it is the active version's.
+
+    docs/field-cases.md: no path misses the adapter.
+    """
     validations = {
         number: (step["orbit/version/validated"], step["orbit/version/validated_newest"])
         for number, step in enumerate(six_steps.steps, start=1)
@@ -67,7 +70,7 @@ def test_only_the_adapter_travels(six_steps):
 
 
 def test_reference_is_the_base(six_steps):
-    """The KL to the base is 0 before the first update and grows with the adapter."""
+    """The KL to the base is 0 before the first update and grows with the adapter. docs/field-cases.md: reference policy."""
     losses = [step["actor/kl_loss"] for step in six_steps.steps]
     assert abs(losses[0]) < 1e-9
     assert losses[-1] > 1e-7
@@ -105,7 +108,10 @@ def test_adapter_loads_in_peft(six_steps, model):
 
 
 def test_resume_equals_one_run(six_steps, train, model, tmp_path):
-    """Three steps, a new process, three more: the adapter of step 6 is the same, bit for bit."""
+    """Three steps, a new process, three more: the adapter of step 6 is the same, bit for bit.
+
+    docs/field-cases.md: two kinds of resume.
+    """
     checkpoints = tmp_path / "checkpoints"
     shutil.copytree(six_steps.folder / "checkpoints" / "global_step_3", checkpoints / "global_step_3")
     (checkpoints / "latest_checkpointed_iteration.txt").write_text("3")

@@ -49,7 +49,7 @@ def peft_model(engine, path, folder):
 @pytest.mark.parametrize("fused", ("tied", "split"))
 @pytest.mark.parametrize("kind", ("qwen3", "llama"))
 def test_exported_adapter_gives_the_same_log_probs_in_peft(checkpoints, tmp_path, kind, fused, name):
-    """field-cases #37: the Cayley mode is part of the adapter and peft honours it."""
+    """The Cayley mode is part of the adapter and peft honours it. docs/field-cases.md: dtype and Cayley mode."""
     path, tokens = checkpoints[kind, FP32], sequences()
     engine = make_engine(path, fused=fused, **METHODS[name])
     base = log_probs(engine, tokens)
@@ -133,7 +133,7 @@ def test_the_initial_a_depends_on_seed_and_module_alone(checkpoints):
     ),
 )
 def test_targets_that_cannot_work_are_refused(checkpoints, settings, message):
-    """field-cases #7, #38."""
+    """docs/field-cases.md: tied embeddings; width and block size."""
     with pytest.raises(ValueError, match=message):
         make_engine(checkpoints["qwen3", FP32], **settings)
 
@@ -184,7 +184,7 @@ def test_training_lowers_the_loss_and_leaves_the_base_alone(checkpoints, method)
 @pytest.mark.parametrize("adapter_dtype", ("bf16", "fp32"))
 @pytest.mark.parametrize("base_dtype", (BF16, FP32))
 def test_outputs_keep_the_inputs_dtype(checkpoints, base_dtype, adapter_dtype, method):
-    """field-cases #37."""
+    """docs/field-cases.md: dtype and Cayley mode."""
     engine = make_engine(checkpoints["qwen3", base_dtype], dtype=adapter_dtype, **method)
     randomise(engine)
     linear = engine.module[0].decoder.layers[0].self_attention.linear_qkv
@@ -215,7 +215,7 @@ def targets(fused):
 
 @pytest.mark.parametrize("reference", ("base", "init"))
 def test_adapter_is_back_when_the_reference_pass_raises(checkpoints, tmp_path, reference):
-    """field-cases #41."""
+    """docs/field-cases.md: reference policy."""
     engine = make_engine(checkpoints["qwen3", FP32], **started_from_adapter(checkpoints, tmp_path, reference))
     train_step(engine, sequences())
     before = log_probs(engine, sequences())
@@ -226,7 +226,10 @@ def test_adapter_is_back_when_the_reference_pass_raises(checkpoints, tmp_path, r
 
 @pytest.mark.parametrize("reference", ("base", "init"))
 def test_kl_starts_at_zero_against_the_chosen_reference(checkpoints, tmp_path, reference):
-    """field-cases #41: a run that starts from an adapter refers to it, and keeps doing so while it trains."""
+    """A run that starts from an adapter refers to it, and keeps doing so while it trains.
+
+    docs/field-cases.md: reference policy.
+    """
     engine = make_engine(checkpoints["qwen3", FP32], **started_from_adapter(checkpoints, tmp_path, reference))
     plain = make_engine(checkpoints["qwen3", FP32])
     tokens = sequences()
@@ -300,7 +303,7 @@ def test_snapshot_survives_training(checkpoints, method):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_peft_folder_round_trip(checkpoints, tmp_path, name):
-    """field-cases #49."""
+    """docs/field-cases.md: exported adapter."""
     engine = make_engine(checkpoints["llama", FP32], **METHODS[name])
     randomise(engine)
     write_peft_folder(engine.export_adapter(), tmp_path)
@@ -310,7 +313,7 @@ def test_peft_folder_round_trip(checkpoints, tmp_path, name):
 
 
 def test_orthogonality_is_reported_and_warned_about(checkpoints, caplog):
-    """field-cases #40."""
+    """docs/field-cases.md: Neumann series."""
     engine = make_engine(checkpoints["qwen3", FP32])
     assert engine.adapter.metrics() == {"orbit/oft/orthogonality_error_max": 0}
     assert "orthogonality error" not in caplog.text

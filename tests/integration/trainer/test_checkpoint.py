@@ -29,7 +29,7 @@ def assert_equal_states(left, right):
 
 @pytest.mark.parametrize("method", ({}, {"type": "lora", "rank": 4}), ids=("oft", "lora"))
 def test_six_steps_equal_three_resume_three(checkpoints, tmp_path, method):
-    """field-cases #52: the default resume restores everything."""
+    """The default resume restores everything. docs/field-cases.md: two kinds of resume."""
     whole, first = start(checkpoints, **method), start(checkpoints, **method)
     batches = [sequences(seed) for seed in range(6)]
     losses = [train_step(whole, batch)[0] for batch in batches]
@@ -47,7 +47,7 @@ def test_six_steps_equal_three_resume_three(checkpoints, tmp_path, method):
 
 
 def test_without_the_optimizer_moments_are_fresh_and_the_step_is_restored(checkpoints, tmp_path):
-    """field-cases #52."""
+    """docs/field-cases.md: two kinds of resume."""
     engine = start(checkpoints)
     for seed in range(3):
         train_step(engine, sequences(seed))
@@ -90,7 +90,7 @@ class Trap:
     "name", ("adapter/adapter_model.safetensors", "optimizer.safetensors", "rng_rank_0.safetensors", "state.json")
 )
 def test_a_pickle_in_a_checkpoint_is_refused_without_a_side_effect(checkpoints, tmp_path, name):
-    """field-cases #S7."""
+    """docs/field-cases.md: pickle in a checkpoint."""
     engine = start(checkpoints)
     train_step(engine, sequences())
     engine.save_checkpoint(str(tmp_path / "ckpt"))

@@ -262,7 +262,7 @@ def test_a_rank_holds_half_of_the_experts(two, one, base):
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_every_value_leaves_under_its_own_name(two, one, adapter):
-    """field-cases #9's kind: a permuted or shifted expert would show."""
+    """A permuted or shifted expert would show. docs/field-cases.md: every row in its place."""
     engine = one(base="fp32", adapter=adapter)
     places, trained = list(engine.export_adapter().tensors), engine.adapter.named_parameters()
     shared = {id(parameter): name for name, parameter in reversed(trained.items())}

@@ -45,7 +45,7 @@ def test_a_microbatch_split_does_not_change_fp32(checkpoints):
 
 
 def test_temperature_divides_the_logits(checkpoints):
-    """field-cases #23, the trainer's side."""
+    """docs/field-cases.md: temperature on both sides."""
     engine = make_engine(checkpoints["qwen3", torch.float32])
     for temperature, expected in ((1.0, -0.408), (0.5, -0.143)):
         output = engine._lm_head_logits_processor(

@@ -145,7 +145,7 @@ def test_bf16_checkpoint_can_be_widened_but_fp32_is_never_narrowed(copied):
 
 
 def test_tied_head_may_be_stored_but_not_differ(copied):
-    """The kind of field-cases #7: one matrix with two names."""
+    """One matrix with two names. docs/field-cases.md: tied embeddings."""
     folder, edit = copied("llama")
     plain = log_probs(make_engine(folder), sequences())
     edit(lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))

@@ -141,7 +141,7 @@ def test_training_lowers_the_loss_and_leaves_the_base_alone(quantized, name):
 
 
 def test_resume_needs_the_base_that_was_trained_on(quantized, tmp_path):
-    """field-cases #52 on a quantised base; the same weights in another format are another base."""
+    """The same weights in another format are another base. docs/field-cases.md: two kinds of resume."""
     batches = [sequences(seed) for seed in range(4)]
     whole, first = (make_engine(quantized("qwen3", "int4", BF16), dtype="bf16") for _ in range(2))
     losses = [train_step(whole, batch)[0] for batch in batches]

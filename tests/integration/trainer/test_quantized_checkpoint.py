@@ -95,7 +95,7 @@ def test_a_truncated_file_names_the_tensors_that_are_cut(copied):
 
 
 def test_another_group_size_than_the_files_is_refused(copied):
-    """field-cases #31: the configuration says 16 or 64, the tensors say 32."""
+    """The configuration says 16 or 64, the tensors say 32. docs/field-cases.md: the same dequantised bits."""
     folder, _ = copied("int4")
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     config["config_groups"]["group_0"]["weights"]["group_size"] = 16

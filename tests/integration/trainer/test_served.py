@@ -55,7 +55,7 @@ def sampled(engine, server):
 
 @pytest.mark.slow
 def test_log_probs_are_the_servers(engine_and_server):
-    """field-cases #31 on the quantised bases; activations are BF16, inputs of NVFP4 linears rounded as deployed."""
+    """Activations are BF16, inputs of NVFP4 linears rounded as deployed. docs/field-cases.md: the same dequantised bits."""
     engine, server = engine_and_server
     randomise(engine, scale=0.05, seed=1)
     server.install(engine.export_adapter())
@@ -75,7 +75,7 @@ def test_a_skipped_activation_shows(engine_and_server):
 
 @pytest.mark.slow
 def test_preflight_passes_and_finds_one_flipped_bit(engine_and_server):
-    """field-cases #31."""
+    """docs/field-cases.md: the same dequantised bits."""
     engine, server = engine_and_server
     address = server.url.removeprefix("http://")
     served = {address: served_manifest(address, timeout_s=60)}

@@ -26,7 +26,10 @@ def source(tmp_path_factory):
 
 @pytest.mark.parametrize("style", ["fp8", "int4", "nvfp4", "mxfp4"])
 def test_equals_transformers_on_the_dequantised_weights_per_token(source, tmp_path, style):
-    """field-cases #31: the bits of the files, no copy beside them, and per token what they mean."""
+    """The bits of the files, no copy beside them, and per token what they mean.
+
+    docs/field-cases.md: the same dequantised bits.
+    """
     folder = quantize(source, tmp_path / style, style)
     tokens = torch.tensor(AutoTokenizer.from_pretrained(source)(TEXT).input_ids)
     base = BaseSettings(activations="none")
