@@ -1,5 +1,6 @@
 """Checkpoints in every low-precision format: how a test makes one, and what its files mean, read without SGLang."""
 
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -26,11 +27,24 @@ FORMATS: dict[str, WeightFormat] = {
     "nvfp4_modelopt": Nvfp4Format(style="modelopt"),
     "mxfp4": Mxfp4Format(),
 }
+# As a trainer's linears are divided: several blocks or groups in the smallest of them.
+DIVISIBLE_FORMATS = {
+    **FORMATS,
+    "fp8_ue8m0": Fp8Format(block_rows=32, block_columns=32, scale_dtype="ue8m0"),
+    "int4_asymmetric": Int4Format(group_size=16, symmetric=False),
+}
+QUANTISES_INPUTS = ("fp8", "fp8_ue8m0", "nvfp4", "nvfp4_modelopt")
 # Another one for each part of a fused linear: a kernel's one scale is then that of the largest.
 _LARGEST_INPUT = {
     **{"q_proj": 6.0, "k_proj": 7.0, "v_proj": 8.0, "gate_proj": 5.0, "up_proj": 6.0},
     **{"q_a_proj": 6.0, "kv_a_proj_with_mqa": 7.0},
 }
+
+
+def weight_format(name: str, dtype: torch.dtype) -> WeightFormat:
+    """One of DIVISIBLE_FORMATS for a model of this dtype, which INT4's scales share."""
+    found = DIVISIBLE_FORMATS[name]
+    return dataclasses.replace(found, scale_dtype=dtype) if isinstance(found, Int4Format) else found
 
 
 def quantize(

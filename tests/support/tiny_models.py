@@ -157,6 +157,11 @@ def save(family: str, folder: pathlib.Path, dtype: torch.dtype, **fields) -> pat
     return folder
 
 
+def save_trained(family: str, folder: pathlib.Path, dtype: torch.dtype, **fields) -> pathlib.Path:
+    """Write a checkpoint of a family in the sizes of TRAINED; ``fields`` change its configuration."""
+    return save(family, folder, dtype, **TRAINED[family] | fields)
+
+
 def _randomise_what_starts_equal(model: torch.nn.Module) -> None:
     """Norms, and the biases of routers, which are fp32 in every checkpoint: so that a tensor in another's place shows."""
     for name, parameter in model.named_parameters():

@@ -1,14 +1,12 @@
 import os
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from quantized import quantize, weight_format
-from trainer_support import write_checkpoint
 
-sys.path.append(str(Path(__file__).parents[1] / "server"))
+from tests.support.quantized import quantize, weight_format
+from tests.support.tiny_models import save_trained
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -27,7 +25,7 @@ def checkpoints(tmp_path_factory):
     """Folder of a tiny checkpoint by (kind, dtype)."""
     root = tmp_path_factory.mktemp("checkpoints")
     return {
-        (kind, dtype): write_checkpoint(kind, dtype, root / f"{kind}_{str(dtype).removeprefix('torch.')}")
+        (kind, dtype): save_trained(kind, root / f"{kind}_{str(dtype).removeprefix('torch.')}", dtype)
         for kind in ("qwen3", "llama")
         for dtype in (torch.float32, torch.bfloat16)
     }
@@ -41,7 +39,7 @@ def quantized(checkpoints, tmp_path_factory):
     def get(kind: str, name: str, dtype: torch.dtype) -> Path:
         if (kind, name, dtype) not in made:
             folder = tmp_path_factory.mktemp("quantized") / "model"
-            made[kind, name, dtype] = quantize(checkpoints[kind, dtype], weight_format(name, dtype), folder)
+            made[kind, name, dtype] = quantize(checkpoints[kind, dtype], folder, weight_format(name, dtype))
         return made[kind, name, dtype]
 
     return get
