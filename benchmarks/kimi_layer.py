@@ -1,6 +1,6 @@
 """Memory and time of one layer of Kimi-K2.6 in the trainer: real sizes, random bits.
 
-    python -m benchmarks.kimi_layer [--tokens N] [--experts N] [--experts-per-chunk N] [--adapter each|shared]
+    python -m benchmarks.kimi_layer [--tokens N] [--experts N] [--experts-per-chunk N] [--adapter each|common]
 
 Builds the layer as a run does (latent attention and shared expert in BF16, 384 routed experts in INT4), puts an OFT adapter on
 all of its linears, and runs one forward and backward pass. Prints a Markdown table. Takes 10 GB of memory for the layer.
@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--experts", type=int, default=384)
     parser.add_argument("--experts-per-chunk", type=int, default=4)
-    parser.add_argument("--adapter", choices=["each", "shared"], default="each", help="of the routed experts")
+    parser.add_argument("--adapter", choices=["each", "common"], default="each", help="of the routed experts")
     arguments = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:

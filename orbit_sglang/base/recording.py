@@ -18,7 +18,7 @@ from orbit_kernels.linears.names import ROUTER
 from orbit_kernels.upstream.ledger import Method
 from orbit_sglang.base import stored
 from orbit_sglang.base.streamed import StreamedExperts, has_own_kernels
-from orbit_sglang.model.ranks import Ranks
+from orbit_sglang.model.ranks import ServerRanks
 from orbit_sglang.startup.enabled import slots_enabled
 from orbit_sglang.startup.scheme import language_config, read_config, read_scheme
 from orbit_sglang.upstream.hooks import method_replaced
@@ -76,6 +76,6 @@ def _record(
     manifest = BaseManifest.of(formats, stored.checkpoint_tensors(model, linears))
     if passed is not None:
         manifest = BaseManifest.union([manifest, passed.manifest])
-    manifest = BaseManifest.union(Ranks(get_tp_group()).gather(manifest))
+    manifest = BaseManifest.union(ServerRanks(get_tp_group()).gather(manifest))
     logger.info("Digests of %d base tensors took %.1f s", len(manifest.tensors), time.perf_counter() - start)
     return dataclasses.asdict(manifest)

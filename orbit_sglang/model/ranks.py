@@ -7,7 +7,7 @@ import torch.distributed as dist
 from sglang.srt.distributed.parallel_state import GroupCoordinator
 
 
-class Ranks:
+class ServerRanks:
     """Collective calls: every rank makes the same ones in the same order, at the same iteration of its scheduler.
 
     Args:

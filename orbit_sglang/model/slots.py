@@ -20,7 +20,7 @@ from orbit_sglang.model.slotted import (
     AdaptedLatent,
     AdaptedLayer,
     BatchSlots,
-    SharedExperts,
+    CommonExpertAdapter,
     SlottedExperts,
     SlottedLinear,
 )
@@ -96,7 +96,7 @@ class SlotBank:
                 "shared_experts.up_proj",
                 len(without_slots),
                 without_slots[0],
-                "one rotation before gate and up" if config.experts == "shared" else "no slots",
+                "one rotation before gate and up" if config.experts == "common" else "no slots",
             )
         logger.info(
             "%s slots on %d linears, fused projections %s",
@@ -131,10 +131,10 @@ class SlotBank:
             AdaptedLatent(linear, attention.kv_a_layernorm, self.batch)
 
     def _add_experts(self, method: StoredExperts, num_experts: int) -> None:
-        if self._config.experts == "shared":
+        if self._config.experts == "common":
             shared = {group: self._slotted(method.linear(group, None)) for group in method.groups}
             found = {group: linear for group, linear in shared.items() if linear is not None}
-            method.adapter = SharedExperts(found, num_experts, self.batch)
+            method.adapter = CommonExpertAdapter(found, num_experts, self.batch)
             return
         each = {
             group: [self._slotted(method.linear(group, expert)) for expert in range(num_experts)]
@@ -145,7 +145,7 @@ class SlotBank:
 
     def _add_experts_input(self, name: str, layer: FusedMoE) -> None:
         """What acts on the input of all experts of a layer, in front of SGLang's own kernels."""
-        if self._config.experts != "shared":
+        if self._config.experts != "common":
             return
         share = Share.whole(layer.intermediate_size_per_partition * layer.moe_tp_size, layer.hidden_size)
         linear = self._slotted({expert_module(name, projection, None): share for projection in GATE_UP})

@@ -24,7 +24,7 @@ from orbit_sglang.control import messages
 from orbit_sglang.control.metrics import SlotMetrics
 from orbit_sglang.control.refusals import VersionNotHeld
 from orbit_sglang.control.slots import BASE_SLOT
-from orbit_sglang.model.ranks import Ranks
+from orbit_sglang.model.ranks import ServerRanks
 from orbit_sglang.model.slots import SlotBank
 from orbit_sglang.scheduler.staging import StageJob, StageOutcome
 from orbit_sglang.scheduler.versions import SlotVersions
@@ -55,7 +55,7 @@ class RequestVersion:
 class SlotScheduler:
     """The slots of one scheduler. The ranks of a server have one each, and all take the same steps."""
 
-    def __init__(self, scheduler: Scheduler, bank: SlotBank, config: SlotsConfig, ranks: Ranks):
+    def __init__(self, scheduler: Scheduler, bank: SlotBank, config: SlotsConfig, ranks: ServerRanks):
         self._scheduler = scheduler
         self._bank = bank
         self._config = config
@@ -284,7 +284,7 @@ def install(result: None, scheduler: Scheduler) -> None:
         return
     hooks.require_applied()
     bank = scheduler.tp_worker.model_runner.orbit_slots
-    config, ranks = SlotsConfig.from_server_args(scheduler.server_args), Ranks(scheduler.tp_group)
+    config, ranks = SlotsConfig.from_server_args(scheduler.server_args), ServerRanks(scheduler.tp_group)
     scheduler.orbit = SlotScheduler(scheduler, bank, config, ranks)
     scheduler._request_dispatcher += scheduler.orbit.handlers()
 

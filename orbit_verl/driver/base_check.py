@@ -10,7 +10,7 @@ from orbit_kernels.contract.client import CallError, SlotClient
 logger = logging.getLogger(__name__)
 
 
-class PreflightError(RuntimeError):
+class BaseMismatch(RuntimeError):
     """Trainer and server would not compute the same policy; names the first thing that differs and both values."""
 
 
@@ -23,7 +23,7 @@ def check_bases(ranks: Sequence[BaseManifest], served: Mapping[str, BaseManifest
         served: what each SGLang server says that it holds, by ``host:port``.
 
     Raises:
-        PreflightError: a base differs.
+        BaseMismatch: a base differs.
     """
     trainer, *others = ranks
     for rank, manifest in enumerate(others, start=1):
@@ -42,16 +42,16 @@ def served_manifest(server: str, timeout_s: float) -> BaseManifest:
     """What a server says about its base.
 
     Raises:
-        PreflightError: it does not answer in time, or not with a manifest.
+        BaseMismatch: it does not answer in time, or not with a manifest.
     """
     try:
         base = SlotClient(f"http://{server}", timeout_s=timeout_s).base()
     except CallError as error:
         if error.status is None:
-            raise PreflightError(
+            raise BaseMismatch(
                 f"the SGLang server at {server} does not answer {routes.BASE.path} ({error.message}); see its log above"
             ) from error
-        raise PreflightError(f"the SGLang server at {server} answers {routes.BASE.path} with {error}") from error
+        raise BaseMismatch(f"the SGLang server at {server} answers {routes.BASE.path} with {error}") from error
     return BaseManifest(formats=base.formats, tensors=base.tensors)
 
 
@@ -59,10 +59,10 @@ def require_equal(trainer: BaseManifest, other: BaseManifest, holder: str) -> No
     """Hold another process's base against that of the trainer's first rank.
 
     Raises:
-        PreflightError: they differ.
+        BaseMismatch: they differ.
     """
     difference = first_difference(trainer, other, ("the trainer", holder))
     if difference is not None:
-        raise PreflightError(
+        raise BaseMismatch(
             f"{holder} holds another base than the trainer: {difference}. Point both at the same checkpoint folder"
         )

@@ -24,7 +24,7 @@ from orbit_kernels.linears.names import EXPERTS, SHARED_EXPERT, layer_number
 from orbit_verl.config.keys import BaseSettings
 from orbit_verl.model.attention import CausalAttention
 from orbit_verl.model.latent_attention import FrozenLatentAttention
-from orbit_verl.model.layout import MEGATRON, STAGE, ParallelLayout, ParallelSizes, Ranks
+from orbit_verl.model.layout import MEGATRON, STAGE, GroupRank, ParallelLayout, ParallelSizes
 from orbit_verl.model.linear import FrozenLinear, FrozenQKVLinear
 from orbit_verl.model.modules import FrozenGPTModel, RMSNorm, residual_sum
 from orbit_verl.model.moe import FrozenExpert, FrozenMoE, SharedExpert
@@ -292,7 +292,7 @@ def _moe(
 
 
 @torch.no_grad()
-def _load(model: FrozenGPTModel, checkpoint: HFCheckpoint, ranks: Ranks) -> None:
+def _load(model: FrozenGPTModel, checkpoint: HFCheckpoint, ranks: GroupRank) -> None:
     for name, target in plain_tensors(model):
         target.copy_(ranks.own(checkpoint.tensor(name), target.shape))
     for prefix, linear in frozen_linears(model):

@@ -23,7 +23,7 @@ STAGE = f"{MEGATRON}.override_transformer_config.num_layers_in_{{}}_pipeline_sta
 
 
 @dataclasses.dataclass(frozen=True)
-class Ranks:
+class GroupRank:
     """This rank among those that divide something between them."""
 
     size: int = 1
@@ -54,10 +54,10 @@ class ParallelLayout:
     """
 
     num_experts: int = 0
-    expert: Ranks = Ranks()
-    tensor: Ranks = Ranks()
+    expert: GroupRank = GroupRank()
+    tensor: GroupRank = GroupRank()
     divides_each_expert: bool = False
-    pipeline: Ranks = Ranks()
+    pipeline: GroupRank = GroupRank()
     layers: range | None = None
 
     @property

@@ -50,7 +50,7 @@ class SharedExpert(FrozenExpert):
         return self.down.of_rank(functional.silu(gate_T1F) * up_T1F).squeeze(1)
 
 
-class SharedLinear(nn.Module):
+class CommonLinear(nn.Module):
     """The place of an adapter that all experts of a layer share; it holds no weight.
 
     Args:
@@ -99,7 +99,7 @@ class FrozenMoE(nn.Module):
         self.router = router()
         self.layout = layout
         self.experts = nn.ModuleList(expert(index) for index in layout.experts)
-        self.shared = nn.ModuleList(SharedLinear(linear) for linear in (self.experts[0].gate_up, self.experts[0].down))
+        self.common = nn.ModuleList(CommonLinear(linear) for linear in (self.experts[0].gate_up, self.experts[0].down))
         self.shared_expert = None if shared_expert is None else shared_expert()
         self._scale, self._base, self._buffer = scale, base, buffer
 
@@ -153,11 +153,11 @@ class FrozenMoE(nn.Module):
                 adapters[tuple(linears[0].parts)] = [_OnRows(linear.adapter) for linear in linears]
         before_dispatch, down = (
             _Rotated(*linear.adapter.rotations()) if linear.adapter is not None and linear.adapter_enabled else None
-            for linear in self.shared
+            for linear in self.common
         )
         if down is not None:
             adapters[(DOWN,)] = [down] * len(self.experts)
-        return PerExpert(adapters, shared_input=before_dispatch)
+        return PerExpert(adapters, common_input=before_dispatch)
 
 
 class _OnRows:

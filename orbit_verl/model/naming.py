@@ -9,7 +9,7 @@ from orbit_verl.config.keys import AdapterSettings
 from orbit_verl.model.latent_attention import FrozenLatentAttention
 from orbit_verl.model.linear import FrozenLinear
 from orbit_verl.model.modules import FrozenGPTModel
-from orbit_verl.model.moe import FrozenMoE, SharedLinear
+from orbit_verl.model.moe import CommonLinear, FrozenMoE
 
 _LAYER_NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
 _QK_NORMS = {"q_layernorm": "q_norm", "k_layernorm": "k_norm"}
@@ -23,7 +23,7 @@ def frozen_linears(model: FrozenGPTModel) -> Iterator[tuple[str, FrozenLinear]]:
 
 def adapted_linears(
     model: FrozenGPTModel, settings: AdapterSettings
-) -> Iterator[tuple[str, FrozenLinear | SharedLinear]]:
+) -> Iterator[tuple[str, FrozenLinear | CommonLinear]]:
     """What can carry an adapter, named as in ``frozen_linears``; a layer's experts as one where they share theirs."""
     return _linears(model, _linears_of_each_expert if settings.experts == "each" else _linears_that_experts_share)
 
@@ -84,8 +84,8 @@ def _linears_of_each_expert(prefix: str, moe: FrozenMoE) -> Iterator[tuple[str, 
         yield from ((f"{prefix}{EXPERTS}{index}", linear) for linear in (expert.gate_up, expert.down))
 
 
-def _linears_that_experts_share(prefix: str, moe: FrozenMoE) -> Iterator[tuple[str, SharedLinear]]:
-    yield from ((f"{prefix}{EXPERTS[:-1]}", linear) for linear in moe.shared)
+def _linears_that_experts_share(prefix: str, moe: FrozenMoE) -> Iterator[tuple[str, CommonLinear]]:
+    yield from ((f"{prefix}{EXPERTS[:-1]}", linear) for linear in moe.common)
 
 
 def _attention_linears(attention: torch.nn.Module) -> tuple[FrozenLinear, ...]:

@@ -13,7 +13,7 @@ from orbit_kernels.families import DecoderArchitecture
 from orbit_kernels.linears.fusing import LATENTS
 from orbit_kernels.linears.names import EXPERTS, layer_number, without_expert
 from orbit_kernels.linears.share import Share
-from orbit_verl.model.layout import PIPELINE, TENSOR, ParallelLayout, ParallelSizes, Ranks
+from orbit_verl.model.layout import PIPELINE, TENSOR, GroupRank, ParallelLayout, ParallelSizes
 from orbit_verl.model.tensors import ATTENTION_OUT, MLP_OUT, linear_formats, linear_shape
 
 
@@ -78,7 +78,7 @@ def check_stages(architecture: DecoderArchitecture, sizes: ParallelSizes, adapte
 
 
 def _rank(sizes: ParallelSizes, rank: int) -> ParallelLayout:
-    return ParallelLayout(tensor=Ranks(sizes.tensor, rank), divides_each_expert=sizes.expert_tensor > 1)
+    return ParallelLayout(tensor=GroupRank(sizes.tensor, rank), divides_each_expert=sizes.expert_tensor > 1)
 
 
 def _without_memory(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:

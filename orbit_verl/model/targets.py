@@ -12,7 +12,7 @@ from orbit_verl.model.tensors import fused_linears, linear_shape
 
 def adapted_shapes(architecture: DecoderArchitecture, settings: AdapterSettings) -> dict[str, tuple[int, int]]:
     """Rows and columns of everything that can carry an adapter, by name; what a layer's experts share has no number."""
-    named = without_expert if settings.experts == "shared" else str
+    named = without_expert if settings.experts == "common" else str
     return {
         named(f"{prefix}.{part}"): linear_shape(architecture, f"{prefix}.{part}")
         for prefix, parts in fused_linears(architecture)
@@ -56,7 +56,7 @@ def check_served(adapter: AdapterConfig, modules: Iterable[str], device: str) ->
     if device != "cpu" and without:
         raise ValueError(
             f"orbit.adapter.target_modules={list(adapter.target_modules)} match {without[0]}: SGLang's own kernels compute routed "
-            "experts on this device, with one rotation of all experts in front of gate and up. Set orbit.adapter.experts=shared "
+            "experts on this device, with one rotation of all experts in front of gate and up. Set orbit.adapter.experts=common "
             "and target experts.gate_proj and experts.up_proj, or none; name the others by more than their last part, e.g. "
             "mlp.down_proj or shared_experts.down_proj"
         )

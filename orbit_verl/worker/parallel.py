@@ -6,7 +6,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from orbit_kernels.families import DecoderArchitecture
-from orbit_verl.model.layout import EXPERT, EXPERT_TENSOR, PIPELINE, TENSOR, ParallelLayout, ParallelSizes, Ranks
+from orbit_verl.model.layout import EXPERT, EXPERT_TENSOR, PIPELINE, TENSOR, GroupRank, ParallelLayout, ParallelSizes
 
 
 def check_groups(sizes: ParallelSizes) -> None:
@@ -33,9 +33,9 @@ def layout_of_this_rank(architecture: DecoderArchitecture, config: TransformerCo
     first = get_transformer_layer_offset(config)
     return ParallelLayout(
         num_experts=architecture.num_experts,
-        expert=Ranks(mpu.get_expert_model_parallel_world_size(), mpu.get_expert_model_parallel_rank()),
-        tensor=Ranks(mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()),
+        expert=GroupRank(mpu.get_expert_model_parallel_world_size(), mpu.get_expert_model_parallel_rank()),
+        tensor=GroupRank(mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()),
         divides_each_expert=mpu.get_expert_tensor_parallel_world_size() > 1,
-        pipeline=Ranks(mpu.get_pipeline_model_parallel_world_size(), mpu.get_pipeline_model_parallel_rank()),
+        pipeline=GroupRank(mpu.get_pipeline_model_parallel_world_size(), mpu.get_pipeline_model_parallel_rank()),
         layers=range(first, first + get_num_layers_to_build(config)),
     )

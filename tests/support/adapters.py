@@ -49,7 +49,7 @@ def random_adapter(
     targets: tuple[str, ...] | None = None,
     without: tuple[str, ...] = (),
     tied: bool = True,
-    shared_experts: bool = False,
+    common_experts: bool = False,
     scale: float = 0.05,
     dtype: torch.dtype = torch.float32,
 ) -> Adapter:
@@ -65,7 +65,7 @@ def random_adapter(
     generator = torch.Generator().manual_seed(seed)
     method = method or OFTMethod(block_size=32)
     tensors: dict[str, torch.Tensor] = {}
-    names = [EXPERT.sub(".experts.", module) if shared_experts else module for module in linears]
+    names = [EXPERT.sub(".experts.", module) if common_experts else module for module in linears]
     leaves = {name.rpartition(".")[2] for name in names}
     carried = sorted(leaves - set(without) if targets is None else leaves & set(targets) - set(without))
     config = AdapterConfig(method=method, target_modules=tuple(carried))

@@ -14,12 +14,12 @@ PLAIN = BaseSettings(activations="none", experts_per_chunk=3)
 ADAPTERS = {
     "oft": {},
     "oft_split": {"fused": "split"},
-    "oft_shared": {"experts": "shared"},
+    "oft_common": {"experts": "common"},
     "lora": {"type": "lora", "rank": 4},
 }
 TRAINED = [
     *(("fp32", adapter) for adapter in ADAPTERS),
-    *((base, adapter) for base in ("int4", "deepseek") for adapter in ("oft", "oft_shared")),
+    *((base, adapter) for base in ("int4", "deepseek") for adapter in ("oft", "oft_common")),
     ("bf16", "oft"),
 ]
 """Base and adapter of the cases that train."""

@@ -58,7 +58,7 @@ class Layer:
         before_D, down_EF = self.scale_D.clone().requires_grad_(), self.scale_EF[held].clone().requires_grad_()
         adapter = PerExpert(
             {("down_proj",): [Scale(scale_F) for scale_F in down_EF.unbind()]},
-            shared_input=lambda x: (x * before_D).to(x.dtype),
+            common_input=lambda x: (x * before_D).to(x.dtype),
         )
         y_TD = mlp(
             x_TD,

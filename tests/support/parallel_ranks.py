@@ -71,7 +71,7 @@ TWO = [
     *(Case("dense", adapter, **sizes) for sizes in (TP, PP) for adapter in ("oft", "oft_split", "lora")),
     *(Case("tied", **sizes) for sizes in (TP, PP)),
     *(Case(base, **TP) for base in ("int4", "fp8_ue8m0", "nvfp4", "bf16")),
-    *(Case("moe", adapter, **sizes) for sizes in (TP, TP_EP, TP_ETP, PP) for adapter in ("oft", "oft_shared", "lora")),
+    *(Case("moe", adapter, **sizes) for sizes in (TP, TP_EP, TP_ETP, PP) for adapter in ("oft", "oft_common", "lora")),
     *(Case("latent", adapter, **sizes) for sizes in (TP, TP_EP, TP_ETP) for adapter in ("oft", "lora")),
     Case("moe", pipeline=2, last_stage=1),
     *(Case("moe", recompute=True, **sizes) for sizes in (TP_EP, PP)),
@@ -84,7 +84,7 @@ TWO = [
 FOUR = [
     *(Case(base, **TP) for base in ("dense", "moe", "latent")),
     *(Case(base, **TP_EP) for base in ("moe", "latent")),
-    *(Case("moe", adapter, tensor=2, expert=2, each_expert=2) for adapter in ("oft", "oft_shared", "lora")),
+    *(Case("moe", adapter, tensor=2, expert=2, each_expert=2) for adapter in ("oft", "oft_common", "lora")),
     Case("moe", **TP_ETP),
     Case("moe", tensor=2, expert=4),
     *(Case(base, tensor=2, pipeline=2) for base in ("dense", "tied")),

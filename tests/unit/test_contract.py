@@ -168,10 +168,10 @@ def test_a_wrong_value_is_refused_by_the_name_that_its_user_wrote(declared, fiel
 
 @pytest.mark.parametrize("side", [AdapterSettings, SlotsConfig])
 def test_one_adapter_of_all_experts_needs_tied_rotations(side: type[Keys] | type[ServerOptions]):
-    side(experts="shared")
+    side(experts="common")
     for wrong in ({"type": "lora"}, {"fused": "split"}):
         with pytest.raises(ValueError, match="one rotation of the experts' input needs"):
-            side(experts="shared", **wrong)
+            side(experts="common", **wrong)
 
 
 @pytest.mark.parametrize("value", ["3", 1.5, True, None])

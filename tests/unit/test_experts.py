@@ -90,7 +90,7 @@ class Case:
             for projection in SHAPES
         }
         if tied:
-            tensors[UP][method.shared_leaf] = tensors[GATE][method.shared_leaf]
+            tensors[UP][method.input_leaf] = tensors[GATE][method.input_leaf]
         return cls(
             x_TD=torch.randn(tokens, HIDDEN, generator=generator).to(dtype).requires_grad_(),
             ids_TK=torch.rand(tokens, experts, generator=generator).topk(top_k, dim=1).indices,
@@ -156,7 +156,7 @@ def _linear_adapter(case: Case, projections: tuple[str, ...], expert: int, *, ti
 
 
 def _adapter(case: Case, *, tied: bool = False) -> ExpertAdapter:
-    num_experts = case.tensors[DOWN][case.method.shared_leaf].shape[0]
+    num_experts = case.tensors[DOWN][case.method.input_leaf].shape[0]
     return PerExpert(
         {
             projections: [_linear_adapter(case, projections, expert, tied=tied) for expert in range(num_experts)]
@@ -220,7 +220,7 @@ def test_the_order_in_which_the_router_lists_experts_is_irrelevant():
 def test_a_rotation_that_experts_share_stands_before_dispatch():
     experts, case = _experts(Int4Format(), 8), Case.random(8, tied=True)
     gate_up, down = (_Oft([case.tensors[projection]["oft_R"][0]]) for projection in (GATE, DOWN))
-    adapter = PerExpert({(DOWN,): [down] * 8}, shared_input=lambda x_TD: gate_up.inputs(x_TD)[0])
+    adapter = PerExpert({(DOWN,): [down] * 8}, common_input=lambda x_TD: gate_up.inputs(x_TD)[0])
     same = {name: {"oft_R": leaves["oft_R"][:1].expand_as(leaves["oft_R"])} for name, leaves in case.tensors.items()}
     y_TD = case.run(experts, activations="none", adapter=adapter)
     expected_TD = _reference(dataclasses.replace(case, tensors=same), experts)

@@ -146,7 +146,7 @@ def test_a_layer_of_kimi_k2_6_runs_forward_and_backward():
 
     adapter = PerExpert(
         {(DOWN,): [Down()] * num_experts},
-        shared_input=lambda x_TD: oft.rotate(x_TD, method.rotation({"oft_R": entries[0]})),
+        common_input=lambda x_TD: oft.rotate(x_TD, method.rotation({"oft_R": entries[0]})),
     )
     x_TD = torch.randn(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
     ids_TK = torch.rand(tokens, num_experts).topk(top_k).indices

@@ -13,7 +13,7 @@ from orbit_kernels.families import DecoderArchitecture, read_architecture
 from orbit_kernels.formats import Int4Format
 from orbit_kernels.formats.scheme.fields import Rules
 from orbit_kernels.linears.share import Share, divided_dim
-from orbit_verl.model.layout import ParallelLayout, ParallelSizes, Ranks
+from orbit_verl.model.layout import GroupRank, ParallelLayout, ParallelSizes
 from orbit_verl.model.sharding import check_stages, check_tensor_parallel, linear_share
 
 TARGETS = ("q_proj", "o_proj", "up_proj", "down_proj")
@@ -168,7 +168,7 @@ def test_ranks_hold_every_linear_between_them():
         "model.layers.0.self_attn.o_proj": "columns",
         "model.layers.0.mlp.experts.3.up_proj": None,
     }.items():
-        shares = [linear_share(MOE, module, ParallelLayout(tensor=Ranks(2, rank))) for rank in range(2)]
+        shares = [linear_share(MOE, module, ParallelLayout(tensor=GroupRank(2, rank))) for rank in range(2)]
         for dim, size in zip(("rows", "columns"), shares[0].shape, strict=True):
             parts = [getattr(share, dim) for share in shares]
             held = [index for part in parts for index in part]
@@ -176,14 +176,14 @@ def test_ranks_hold_every_linear_between_them():
 
 
 def test_experts_are_divided_where_the_run_divides_each():
-    layout = ParallelLayout(tensor=Ranks(2, 1), divides_each_expert=True)
+    layout = ParallelLayout(tensor=GroupRank(2, 1), divides_each_expert=True)
     share = linear_share(MOE, "model.layers.0.mlp.experts.3.down_proj", layout)
     assert share == Share(shape=(64, 48), rows=range(64), columns=range(24, 48))
 
 
 def test_latents_are_whole():
     latent = architecture(DeepseekV3Config, "DeepseekV3ForCausalLM", num_key_value_heads=4)
-    layout = ParallelLayout(tensor=Ranks(2, 1))
+    layout = ParallelLayout(tensor=GroupRank(2, 1))
     whole = {
         leaf: linear_share(latent, f"model.layers.0.self_attn.{leaf}", layout) for leaf in ("q_a_proj", "q_b_proj")
     }
@@ -191,7 +191,7 @@ def test_latents_are_whole():
 
 
 def test_a_layout_holds_its_layers_and_experts():
-    layout = ParallelLayout(num_experts=8, expert=Ranks(4, 1), layers=range(1, 2))
+    layout = ParallelLayout(num_experts=8, expert=GroupRank(4, 1), layers=range(1, 2))
     held = {
         "model.layers.1.mlp.experts.2.up_proj.weight": True,
         "model.layers.1.mlp.experts.4.up_proj.weight": False,
@@ -205,5 +205,5 @@ def test_a_layout_holds_its_layers_and_experts():
 def test_the_part_of_a_tensor():
     whole = torch.arange(12).view(2, 6)
     assert divided_dim((2, 3), (2, 6)) == 1
-    assert torch.equal(Ranks(2, 1).own(whole, (2, 3)), whole[:, 3:])
-    assert Ranks(2, 1).own(whole, (2, 6)) is whole
+    assert torch.equal(GroupRank(2, 1).own(whole, (2, 3)), whole[:, 3:])
+    assert GroupRank(2, 1).own(whole, (2, 6)) is whole

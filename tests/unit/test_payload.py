@@ -74,15 +74,15 @@ def test_a_tied_tensor_is_held_digested_and_sent_once(method):
     """One on the input of each fused projection, under its first part's name; each part has it at the other end."""
     adapter = make_adapter(method, tied=True)
     received = Adapter.decode(adapter.encode())
-    parts = [split_name(name)[0].rsplit(".", 1)[-1] for name in received.tensors if method.shared_leaf in name]
+    parts = [split_name(name)[0].rsplit(".", 1)[-1] for name in received.tensors if method.input_leaf in name]
     assert sorted(parts) == sorted(["q_proj", "o_proj", "gate_proj", "down_proj"] * 3)
     assert received.modules() == sorted(LINEARS)
     for part, first in FIRST_PARTS.items():
         module = next(module for module in LINEARS if module.endswith(part))
         tensors, of_first = (received.module_tensors(name) for name in (module, module.replace(part, first)))
         assert tensors.keys() == set(method.leaves)
-        assert tensors[method.shared_leaf] is of_first[method.shared_leaf]
-        assert all(tensors[leaf] is not of_first[leaf] for leaf in method.leaves if leaf != method.shared_leaf)
+        assert tensors[method.input_leaf] is of_first[method.input_leaf]
+        assert all(tensors[leaf] is not of_first[leaf] for leaf in method.leaves if leaf != method.input_leaf)
 
 
 def test_a_tied_payload_is_as_large_as_the_trained_tensors(method):
@@ -121,7 +121,7 @@ def test_peft_file_holds_every_part(method):
 
 def test_a_part_of_a_tied_adapter_has_no_tensor_of_its_own(method):
     """What a tie allows is one rule on both sides: every tensor that breaks it is named."""
-    adapter, leaf = make_adapter(method, tied=True), method.shared_leaf
+    adapter, leaf = make_adapter(method, tied=True), method.input_leaf
     k, up, gate, q = (
         tensor_name(f"model.layers.1.{part}", leaf)
         for part in ("self_attn.k_proj", "mlp.up_proj", "mlp.gate_proj", "self_attn.q_proj")

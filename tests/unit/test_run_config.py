@@ -283,15 +283,15 @@ def test_targets_without_slots_on_a_gpu_are_refused():
         "model.layers.0.mlp.down_proj",
         *(f"model.layers.1.mlp.experts.{leaf}" for leaf in ("up_proj", "down_proj")),
     ]
-    shared = AdapterSettings(experts="shared", target_modules=["experts.up_proj", "mlp.down_proj"]).to_adapter_config()
+    shared = AdapterSettings(experts="common", target_modules=["experts.up_proj", "mlp.down_proj"]).to_adapter_config()
     check_served(shared, modules, "cuda")
-    everything = AdapterSettings(experts="shared").to_adapter_config()
+    everything = AdapterSettings(experts="common").to_adapter_config()
     check_served(everything, modules, "cpu")
     with pytest.raises(ValueError, match=r"match model\.layers\.1\.mlp\.experts\.down_proj: SGLang's own kernels"):
         check_served(everything, modules, "cuda")
     each = AdapterSettings(target_modules=["up_proj"]).to_adapter_config()
     with pytest.raises(
-        ValueError, match=r"match model\.layers\.1\.mlp\.experts\.3\.up_proj: .* orbit.adapter.experts=shared"
+        ValueError, match=r"match model\.layers\.1\.mlp\.experts\.3\.up_proj: .* orbit.adapter.experts=common"
     ):
         check_served(each, ["model.layers.1.mlp.experts.3.up_proj"], "cuda")
 

@@ -90,7 +90,7 @@ class AdapterConfig:
         goes by its own name alone.
         """
         module, leaf = split_name(tensor) or ("", "")
-        if leaf != self.method.shared_leaf:
+        if leaf != self.method.input_leaf:
             return (tensor,)
         return tuple(tensor_name(part, leaf) for part in fused_with(module) if self.targets(part)) or (tensor,)
 
@@ -171,7 +171,7 @@ class AdapterConfig:
         return cls.from_peft(parsed)
 
 
-def tensor_name(module: str, leaf: str = OFTMethod.shared_leaf) -> str:
+def tensor_name(module: str, leaf: str = OFTMethod.input_leaf) -> str:
     """peft's name for an adapter tensor of a linear, from the linear's Hugging Face module name."""
     return f"{PEFT_PREFIX}{module}.{leaf}{PEFT_SUFFIX}"
 

@@ -12,7 +12,7 @@ from orbit_kernels.adapters import LoRAMethod, OFTMethod
 
 AdapterType = Literal["oft", "lora"]
 FusedMode = Literal["tied", "split"]
-ExpertsMode = Literal["each", "shared"]
+ExpertsMode = Literal["each", "common"]
 Activations = Literal["deployed", "none"]
 """Whether the input of a linear is quantised as the deployed kernel does it, or not at all."""
 
@@ -133,7 +133,7 @@ class AdapterOptions(Options):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.experts == "shared" and (self.type, self.fused) != ("oft", "tied"):
+        if self.experts == "common" and (self.type, self.fused) != ("oft", "tied"):
             got = [self.written(name, getattr(self, name)) for name in ("experts", "type", "fused")]
             fix = [
                 self.written(name, value) for name, value in (("type", "oft"), ("fused", "tied"), ("experts", "each"))

@@ -4,7 +4,7 @@
 puts an exchange of rows between its steps: `routing.gather`, `mlp.expert_outputs` and `routing.combine`.
 """
 
-from orbit_kernels.experts.adapter import ExpertAdapter, LinearAdapter, PerExpert, adapted_product, expert_module
+from orbit_kernels.experts.adapter import ExpertAdapter, PerExpert, RowAdapter, adapted_product, expert_module
 from orbit_kernels.experts.mlp import expert_mlp, expert_outputs
 from orbit_kernels.experts.routing import Dispatch, combine, gather
 from orbit_kernels.experts.weights import DOWN, GATE, GATE_UP, UP, ChunkBuffer, FrozenExperts, StackedWeights
@@ -18,7 +18,7 @@ __all__ = [
     "Dispatch",
     "ExpertAdapter",
     "FrozenExperts",
-    "LinearAdapter",
+    "RowAdapter",
     "PerExpert",
     "StackedWeights",
     "adapted_product",

@@ -23,7 +23,7 @@ def expert_module(prefix: str, projection: str, expert: int | None) -> str:
     return f"{prefix}.{projection}" if expert is None else f"{prefix}.{expert}.{projection}"
 
 
-class LinearAdapter(Protocol):
+class RowAdapter(Protocol):
     """What an adapter does around one frozen linear, or fused ones that read the same input."""
 
     def inputs(self, x_RI: torch.Tensor) -> list[torch.Tensor]:
@@ -56,15 +56,15 @@ class PerExpert(ExpertAdapter):
     Args:
         adapters: by fused projections, ``GATE_UP`` or ``(DOWN,)``, one for each expert (the same again where experts share
             one); projections that are absent have none.
-        shared_input: what all experts share on the input of gate and up; applied to every token once, before dispatch.
+        common_input: what all experts share on the input of gate and up; applied to every token once, before dispatch.
     """
 
     def __init__(
         self,
-        adapters: Mapping[tuple[str, ...], Sequence[LinearAdapter]],
-        shared_input: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        adapters: Mapping[tuple[str, ...], Sequence[RowAdapter]],
+        common_input: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ):
-        self._adapters, self._shared_input = dict(adapters), shared_input
+        self._adapters, self._shared_input = dict(adapters), common_input
 
     def before_dispatch(self, x_TD: torch.Tensor) -> torch.Tensor:
         """See ExpertAdapter."""
@@ -79,7 +79,7 @@ class PerExpert(ExpertAdapter):
 
 
 def adapted_product(
-    adapters: Sequence[LinearAdapter], chunk: ExpertChunk, frozen: ChunkLinear, x_RI: torch.Tensor
+    adapters: Sequence[RowAdapter], chunk: ExpertChunk, frozen: ChunkLinear, x_RI: torch.Tensor
 ) -> torch.Tensor:
     """The product of a chunk with an adapter on each of its experts, [R, O]."""
     rows = x_RI.split(chunk.counts)

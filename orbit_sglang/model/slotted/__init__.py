@@ -1,7 +1,7 @@
 """SGLang's linears with an adapter in each slot: one module for each adapter method."""
 
 from orbit_sglang.model.slotted.batch import BatchSlots
-from orbit_sglang.model.slotted.experts import AdaptedExpertsInput, SharedExperts, SlottedExperts
+from orbit_sglang.model.slotted.experts import AdaptedExpertsInput, CommonExpertAdapter, SlottedExperts
 from orbit_sglang.model.slotted.latent import AdaptedLatent
 from orbit_sglang.model.slotted.layer import AdaptedLayer
 from orbit_sglang.model.slotted.lora import LoRALinear
@@ -19,7 +19,7 @@ __all__ = [
     "BatchSlots",
     "LoRALinear",
     "OFTLinear",
-    "SharedExperts",
+    "CommonExpertAdapter",
     "SlottedExperts",
     "SlottedLinear",
 ]

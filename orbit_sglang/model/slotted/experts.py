@@ -47,7 +47,7 @@ class SlottedExperts(ExpertAdapter):
         return adapted_product(rows, chunk, frozen, x_RI)
 
 
-class SharedExperts(SlottedExperts):
+class CommonExpertAdapter(SlottedExperts):
     """An adapter per slot that all experts share; that of gate and up acts before dispatch.
 
     Args:

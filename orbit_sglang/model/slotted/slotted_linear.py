@@ -70,7 +70,7 @@ class SlottedLinear(abc.ABC):
         """
         if self._split:
             return []
-        leaf = self._method.shared_leaf
+        leaf = self._method.input_leaf
         tensors = {part: adapter.module_tensors(part).get(leaf) for part in self.parts}
         if not self._method.acts_on_input:
             tensors = {part: tensor for part, tensor in tensors.items() if tensor is not None}

@@ -42,7 +42,7 @@ class LinearAdapter(nn.Module, abc.ABC):
         for part in targets:
             tensors = nn.ParameterDict({leaf: tensor.to(device, dtype) for leaf, tensor in initial(part).items()})
             if tied and self.trained:
-                tensors[method.shared_leaf] = self.trained[targets[0]][method.shared_leaf]
+                tensors[method.input_leaf] = self.trained[targets[0]][method.input_leaf]
             self.trained[part] = tensors
 
     def tensors(self) -> dict[tuple[str, str], nn.Parameter]:

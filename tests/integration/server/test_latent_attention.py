@@ -32,7 +32,7 @@ OFT, LORA = OFTMethod(block_size=16), LoRAMethod(rank=4, alpha=6)
 ADAPTERS = {
     "oft tied": (OFT, {}, {}),
     "oft split": (OFT, {"tied": False}, {"orbit_fused": "split"}),
-    "oft shared by experts": (OFT, {"shared_experts": True}, {"orbit_experts": "shared"}),
+    "oft shared by experts": (OFT, {"common_experts": True}, {"orbit_experts": "common"}),
     "lora tied": (LORA, {"without": ("kv_b_proj",), "scale": 0.2}, {"orbit_adapter": "lora", "orbit_rank": 4}),
     "lora split": (
         LORA,

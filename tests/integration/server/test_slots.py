@@ -114,7 +114,7 @@ def test_a_tied_slot_is_bitwise_the_specification_on_the_stacked_weight(method, 
     x_TD = torch.randn(9, WIDTH).to(dtype)
     stacked = {
         leaf: one.module_tensors(PARTS[0])[leaf]
-        if leaf == method.shared_leaf
+        if leaf == method.input_leaf
         else torch.cat([one.module_tensors(part)[leaf] for part in PARTS])
         for leaf in method.leaves
     }
@@ -186,7 +186,7 @@ def test_what_a_payload_ties_is_one_tensor_for_every_part_and_never_compared(met
 
 def test_a_tied_server_refuses_parts_that_differ_and_names_them(method):
     _, bank = served(method, "tied", torch.float32)
-    with pytest.raises(AdapterError, match=f"k_proj, v_proj: {method.shared_leaf} differs from q_proj's"):
+    with pytest.raises(AdapterError, match=f"k_proj, v_proj: {method.input_leaf} differs from q_proj's"):
         bank.prepare(adapter(method, 1, tied=False).encode())
 
 

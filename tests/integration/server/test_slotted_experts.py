@@ -21,7 +21,7 @@ from orbit_kernels.experts import (
 from orbit_kernels.formats import Int4Format
 from orbit_kernels.linears.share import Share
 from orbit_sglang.control.slots import BASE_SLOT, SLOTS
-from orbit_sglang.model.slotted import LINEARS, BatchSlots, SharedExperts, SlottedExperts, SlottedLinear
+from orbit_sglang.model.slotted import LINEARS, BatchSlots, CommonExpertAdapter, SlottedExperts, SlottedLinear
 
 EXPERTS, HIDDEN, FFN, TOKENS, TOP_K = 6, 32, 64, 24, 2
 SHAPES = {GATE: (FFN, HIDDEN), UP: (FFN, HIDDEN), DOWN: (HIDDEN, FFN)}
@@ -56,7 +56,7 @@ def adapter(method: AdapterMethod, seed: int, owners: list[int | None], tied: bo
         for leaf, size in method.shapes(*shape).items()
     }
     if tied:
-        for name in [name for name in tensors if f".{UP}.{method.shared_leaf}." in name]:
+        for name in [name for name in tensors if f".{UP}.{method.input_leaf}." in name]:
             tensors[name] = tensors[name.replace(UP, GATE)]
     return Adapter(tensors, AdapterConfig(method=method))
 
@@ -73,21 +73,21 @@ def run(experts: FrozenExperts, own: ExpertAdapter) -> torch.Tensor:
 def make(method: AdapterMethod, kind: str, batch: BatchSlots) -> tuple[ExpertAdapter, list[SlottedLinear]]:
     """The experts' adapter with two versions in its slots, and what it is made of."""
     groups = (GATE_UP, (DOWN,))
-    if kind == "shared":
+    if kind == "common":
         shared = {group: slotted(method, False, group, None) for group in groups}
-        own, linears = SharedExperts(shared, EXPERTS, batch), list(shared.values())
+        own, linears = CommonExpertAdapter(shared, EXPERTS, batch), list(shared.values())
     else:
         each = {group: [slotted(method, kind == "split", group, e) for e in range(EXPERTS)] for group in groups}
         own, linears = SlottedExperts(each, batch), [linear for row in each.values() for linear in row]
     for slot in SLOTS:
-        version = adapter(method, slot, [None] if kind == "shared" else list(range(EXPERTS)), kind != "split")
+        version = adapter(method, slot, [None] if kind == "common" else list(range(EXPERTS)), kind != "split")
         assert [problem for linear in linears for problem in linear.problems(version)] == []
         SlottedLinear.write(slot, linears, type(linears[0]).prepare(linears, version))
     return own, linears
 
 
 @pytest.mark.parametrize(
-    "name, kind", [("oft", "tied"), ("oft", "split"), ("oft", "shared"), ("lora", "tied"), ("lora", "split")]
+    "name, kind", [("oft", "tied"), ("oft", "split"), ("oft", "common"), ("lora", "tied"), ("lora", "split")]
 )
 def test_each_token_of_a_mixed_batch_has_its_own_slot(experts, name, kind):
     batch = BatchSlots(100, torch.device("cpu"))

@@ -72,7 +72,7 @@ def test_gradients_are_those_of_merged_weights(moe, fused, type):
 
 def test_an_adapter_that_experts_share_rotates_before_dispatch(moe):
     """Its gradients and log-probs are those of the same rotation in every expert; the router reads the plain input."""
-    engine, tokens = make_engine(moe[torch.float32], experts="shared", base=PLAIN), sequences()
+    engine, tokens = make_engine(moe[torch.float32], experts="common", base=PLAIN), sequences()
     randomise(engine)
     assert "base_model.model.model.layers.0.mlp.experts.gate_proj.oft_R.weight" in engine.adapter.named_parameters()
     assert not any(".experts.0." in name for name in engine.export_adapter().tensors)

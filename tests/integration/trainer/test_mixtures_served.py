@@ -26,12 +26,12 @@ WITHOUT_EXPERTS = ("q_b_proj", "kv_b_proj", "o_proj", "mlp.down_proj", "shared_e
 ADAPTERS = {
     "oft-tied": {},
     "oft-split": {"fused": "split"},
-    "oft-shared": {"experts": "shared"},
+    "oft-common": {"experts": "common"},
     "lora-tied": {"type": "lora"},
     "lora-split": {"type": "lora", "fused": "split"},
     "own-kernels": {"target_modules": WITHOUT_EXPERTS},
     "own-kernels-shared": {
-        "experts": "shared",
+        "experts": "common",
         "target_modules": (*WITHOUT_EXPERTS, "experts.gate_proj", "experts.up_proj"),
     },
 }

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from orbit_verl.driver.base_check import PreflightError, check_bases, served_manifest
+from orbit_verl.driver.base_check import BaseMismatch, check_bases, served_manifest
 from orbit_verl.model.naming import named_tensors
 from tests.support import tiny_models
 from tests.support.engines import make_batch, make_engine, randomise
@@ -74,7 +74,7 @@ def test_a_skipped_activation_shows(engine_and_server):
 
 
 @pytest.mark.slow
-def test_preflight_passes_and_finds_one_flipped_bit(engine_and_server):
+def test_the_bases_are_equal_and_one_flipped_bit_is_found(engine_and_server):
     """docs/field-cases.md: the same dequantised bits."""
     engine, server = engine_and_server
     address = server.url.removeprefix("http://")
@@ -84,7 +84,7 @@ def test_preflight_passes_and_finds_one_flipped_bit(engine_and_server):
     bits = tensor.view(torch.uint8)
     bits[1, 1] ^= 1
     try:
-        with pytest.raises(PreflightError, match=f"server at {address} holds another base.*{name}: sha256 is"):
+        with pytest.raises(BaseMismatch, match=f"server at {address} holds another base.*{name}: sha256 is"):
             check_bases([engine.base_manifest()], served)
     finally:
         bits[1, 1] ^= 1

@@ -34,10 +34,10 @@ class AdapterMethod(abc.ABC):
     """peft's name of the method."""
     leaves: ClassVar[tuple[str, ...]]
     """Tensors of one linear."""
-    shared_leaf: ClassVar[str]
+    input_leaf: ClassVar[str]
     """The one that acts on the input: the parts of a fused projection, which read the same input, may share it."""
     acts_on_input: ClassVar[bool]
-    """Whether it changes nothing but the input: parts that share ``shared_leaf`` are then adapted all or none."""
+    """Whether it changes nothing but the input: parts that share ``input_leaf`` are then adapted all or none."""
 
     @abc.abstractmethod
     def shapes(self, rows: int, columns: int, name: str = "input") -> dict[str, tuple[int, ...]]:

@@ -52,7 +52,7 @@ class LoRAMethod(AdapterMethod):
     size_field: ClassVar[str] = "rank"
     peft_type: ClassVar[str] = "LORA"
     leaves: ClassVar[tuple[str, ...]] = ("lora_A", "lora_B")
-    shared_leaf: ClassVar[str] = "lora_A"
+    input_leaf: ClassVar[str] = "lora_A"
     acts_on_input: ClassVar[bool] = False
 
     rank: int = 16

@@ -58,7 +58,7 @@ class OFTMethod(AdapterMethod):
     size_field: ClassVar[str] = "block_size"
     peft_type: ClassVar[str] = "OFT"
     leaves: ClassVar[tuple[str, ...]] = ("oft_R",)
-    shared_leaf: ClassVar[str] = "oft_R"
+    input_leaf: ClassVar[str] = "oft_R"
     acts_on_input: ClassVar[bool] = True
 
     block_size: int = 32

@@ -7,7 +7,7 @@ import torch
 
 from orbit_kernels.checkpoint.manifest import BaseManifest
 from orbit_kernels.formats import Bf16Format, Int4Format
-from orbit_verl.driver.base_check import PreflightError, check_bases, require_equal, served_manifest
+from orbit_verl.driver.base_check import BaseMismatch, check_bases, require_equal, served_manifest
 
 UP = "model.layers.0.mlp.up_proj"
 
@@ -39,12 +39,12 @@ def test_equal_bases_pass():
 )
 def test_the_first_difference_is_named_with_both_values_and_the_holder(other, name):
     """A mismatched group size is an error; so is any other bit. docs/field-cases.md: the same dequantised bits."""
-    with pytest.raises(PreflightError, match=f"the SGLang server at one holds another base than the trainer: {name}"):
+    with pytest.raises(BaseMismatch, match=f"the SGLang server at one holds another base than the trainer: {name}"):
         require_equal(manifest(), manifest(**other), "the SGLang server at one")
 
 
 def test_ranks_of_the_trainer_are_compared_too():
-    with pytest.raises(PreflightError, match="trainer rank 2 holds another base"):
+    with pytest.raises(BaseMismatch, match="trainer rank 2 holds another base"):
         check_bases([manifest(), manifest(), manifest(flipped=True)], {})
 
 
@@ -52,5 +52,5 @@ def test_a_server_that_is_gone_is_named():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         server = f"127.0.0.1:{unused.getsockname()[1]}"
-        with pytest.raises(PreflightError, match=f"server at {server} does not answer /orbit/base .ConnectError"):
+        with pytest.raises(BaseMismatch, match=f"server at {server} does not answer /orbit/base .ConnectError"):
             served_manifest(server, timeout_s=5)
