@@ -1,11 +1,11 @@
-"""SGLang plugin: adapter slots in a running server, switched at a batch boundary.
+"""This SGLang plugin puts adapter slots into a running server, which switches them at a batch boundary.
 
-- ``plugin``, ``upstream``: the entry point; how SGLang is changed, with the proof that it is.
-- ``startup``: options, flags, and what is checked before anything is allocated.
-- ``control``: what the HTTP process and the scheduler process say to each other.
-- ``http``: the HTTP process: routes, a request's choice of version, the versions in every answer.
-- ``scheduler``: the scheduler process: which version a slot holds, staging, activation.
-- ``model``: the model in it: two slots beside the frozen linears, and the slot and version of every token.
-- ``base``: the frozen base as it was loaded.
-- ``cpu``: what only replaces SGLang on a CPU.
+- ``plugin`` is the entry point; ``upstream`` holds how SGLang is changed, with the proof that it is.
+- ``startup`` holds options, flags, and what is checked before anything is allocated.
+- ``control`` holds what the HTTP process and the scheduler process say to each other.
+- ``http`` is the HTTP process: it has the routes, a request's choice of version, and the versions in every answer.
+- ``scheduler`` is the scheduler process: it knows which version a slot holds, stages versions and activates them.
+- ``model`` is the model in it: it has two slots beside the frozen linears, and the slot and version of every token.
+- ``base`` is the frozen base as it was loaded.
+- ``cpu`` holds what only replaces SGLang on a CPU.
 """

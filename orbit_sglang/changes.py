@@ -1,7 +1,8 @@
-"""Every change to SGLang 0.5.12, by process, in the order in which a request meets them; ``orbit doctor --changes`` prints it.
+"""This module lists every change to SGLang 0.5.12; ``orbit doctor --changes`` prints it.
 
-A GPU needs the sections up to ``MODEL``. Those that begin with ``CPU`` replace what SGLang computes with CUDA, Triton or AMX,
-and are left out elsewhere.
+The changes are grouped by process, in the order in which a request meets them. A GPU needs the sections up to
+``MODEL``. Those that begin with ``CPU`` replace what SGLang computes with CUDA, Triton or AMX, and are left out
+elsewhere.
 """
 
 import torch
@@ -56,7 +57,10 @@ _RESPONSE_PARAMETERS = ("self", "request", "ret", "created")
 
 
 def sections() -> dict[str, list[Change]]:
-    """Every change by the process that needs it; those for a CPU come last, so that they wrap what is around a GPU too."""
+    """Returns every change by the process that needs it.
+
+    Those for a CPU come last, so that they wrap what is around a GPU too.
+    """
     return {
         START: _start(),
         HTTP: _http(),
@@ -561,7 +565,7 @@ _TORCH = engine.TorchWithoutPinning("torch")
 
 
 def _reference(config: str, method: str) -> list[Change]:
-    """What puts the trainer's own product behind one of SGLang's quantisations."""
+    """Returns what puts the trainer's own product behind one of SGLang's quantisations."""
     layer = ("self", "layer")
     return [
         _cpu_hook(

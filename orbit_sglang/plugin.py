@@ -1,4 +1,4 @@
-"""Entry point of the SGLang plugin (group ``sglang.srt.plugins``)."""
+"""This module is the entry point of the SGLang plugin (group ``sglang.srt.plugins``)."""
 
 from sglang.srt.plugins import load_plugins
 
@@ -9,7 +9,7 @@ _registered = False
 
 
 def register() -> None:
-    """Make the changes to SGLang; harmless when repeated.
+    """Makes the changes to SGLang; it is harmless when repeated.
 
     SGLang calls it in each of its processes. A caller that builds ``ServerArgs`` itself calls it first: it then loads
     SGLang's plugins, so that the hooks are applied when it returns.

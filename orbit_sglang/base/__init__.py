@@ -1,1 +1,1 @@
-"""The frozen base as the server loaded it: found again in SGLang's parameters, checked, digested."""
+"""This package finds the frozen base, as the server loaded it, again in SGLang's parameters, checks and digests it."""

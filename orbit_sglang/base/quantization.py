@@ -1,4 +1,4 @@
-"""What lets SGLang read the quantisation of a checkpoint as it is meant, on every device."""
+"""These hooks let SGLang read the quantisation of a checkpoint as it is meant, on every device."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,7 +14,7 @@ SCALE = "weight_scale_inv"
 
 
 def after_fp8_config(result: Fp8Config, cls: type, config: dict[str, Any]) -> Fp8Config:
-    """After ``from_config``: let the names of ignored layers reach the fused linears, and those of a language model."""
+    """Lets names of ignored layers reach fused linears and those of a language model; runs after ``from_config``."""
     if slots_enabled() and result.ignored_layers:
         result.packed_modules_mapping = packed_modules_mapping(result.packed_modules_mapping)
         result.ignored_layers = without_language_prefix(result.ignored_layers)
@@ -24,7 +24,7 @@ def after_fp8_config(result: Fp8Config, cls: type, config: dict[str, Any]) -> Fp
 def after_compressed_tensors_config(
     result: CompressedTensorsConfig, cls: type, config: dict[str, Any]
 ) -> CompressedTensorsConfig:
-    """After ``from_config``: let the names in ``ignore`` reach the fused linears, and those of a language model."""
+    """Lets the names in ``ignore`` reach fused linears and those of a language model; runs after ``from_config``."""
     if slots_enabled():
         result.packed_modules_mapping = packed_modules_mapping(result.packed_modules_mapping)
         result.ignore = without_language_prefix(result.ignore)
@@ -32,10 +32,11 @@ def after_compressed_tensors_config(
 
 
 def around_llama_load(original: Callable, model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-    """Around ``LlamaForCausalLM.load_weights``: let it find the scales of blocks.
+    """Lets a Llama find the scales of blocks; runs around ``LlamaForCausalLM.load_weights``.
 
-    SGLang 0.5.12 looks every ``weight_scale_inv`` up as ``weight_scale`` (``srt/models/llama.py::LlamaForCausalLM.load_weights``),
-    the name of per-tensor scales; it then drops those of blocks with a warning and serves with uninitialised ones.
+    SGLang 0.5.12 looks every ``weight_scale_inv`` up as ``weight_scale``
+    (``srt/models/llama.py::LlamaForCausalLM.load_weights``), the name of per-tensor scales; it then drops those of
+    blocks with a warning and serves with uninitialised ones.
     """
     if not slots_enabled():
         return original(model, weights)

@@ -1,4 +1,4 @@
-"""Between SGLang's loading and its repacking: the base is recorded as it is stored."""
+"""This module records the base as it is stored, between SGLang's loading and its repacking."""
 
 import dataclasses
 import logging
@@ -26,13 +26,16 @@ from orbit_sglang.upstream.hooks import method_replaced
 logger = logging.getLogger(__name__)
 
 LOAD_WEIGHTS = Method("sglang.srt.models.qwen3.Qwen3ForCausalLM.load_weights", ("self", "weights"))
-"""That of any of SGLang's models."""
+"""This method stands for that of any of SGLang's models."""
 
 
 def around_load(
     original: Callable, model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]], target_device: torch.device
 ) -> None:
-    """Around ``DefaultModelLoader.load_weights_and_postprocess``, which loads and then repacks."""
+    """Records the base; runs around ``DefaultModelLoader.load_weights_and_postprocess``.
+
+    That loads and then repacks.
+    """
     if not slots_enabled():
         original(model, weights, target_device)
         return
@@ -56,7 +59,10 @@ def around_load(
 
 
 def _streamed_experts(model: torch.nn.Module, scheme: BaseScheme, model_path: str) -> StreamedExperts | None:
-    """What records experts on their way to SGLang's own kernels; None where the reference holds them, or there are none."""
+    """Returns what records experts on their way to SGLang's own kernels.
+
+    It is None where the reference holds them, or where there are none.
+    """
     config = language_config(read_config(model_path))
     if not has_own_kernels(model) or "moe_intermediate_size" not in config:  # of a family that is not compared
         return None
@@ -68,7 +74,7 @@ def _streamed_experts(model: torch.nn.Module, scheme: BaseScheme, model_path: st
 def _record(
     model: torch.nn.Module, linears: Mapping[str, Mapping[str, StoredWeight]], passed: StreamedExperts | None
 ) -> dict[str, Any]:
-    """The manifest of the base on all ranks, as JSON values."""
+    """Returns the manifest of the base on all ranks, as JSON values."""
     start = time.perf_counter()
     stored_as = {part: weight.format for parts in linears.values() for part, weight in parts.items()}
     # Routers are never quantised; SGLang has them as linears in one family and not in another.

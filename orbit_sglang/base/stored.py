@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, found again in SGLang's loaded parameters. Valid until SGLang repacks them."""
+"""This module finds the tensors of a checkpoint again in SGLang's loaded parameters, until SGLang repacks them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -22,12 +22,12 @@ UE8M0_NAN = 0xFF
 
 
 def is_quantized(layer: LinearBase) -> bool:
-    """Whether SGLang holds the weight in a low-precision format."""
+    """Returns whether SGLang holds the weight in a low-precision format."""
     return not isinstance(layer.quant_method, UnquantizedLinearMethod)
 
 
 def invalidate_scales(model: torch.nn.Module, scheme: BaseScheme) -> None:
-    """Fill the small tensors of quantised linears with values that ``check_values`` finds, should nothing be loaded.
+    """Fills small tensors of quantised linears with values that ``check_values`` finds, should nothing be loaded.
 
     SGLang allocates parameters uninitialised, and only warns of a tensor of the checkpoint that it has no place for.
     """
@@ -42,7 +42,7 @@ def invalidate_scales(model: torch.nn.Module, scheme: BaseScheme) -> None:
 
 
 def check_values(linears: Mapping[str, Mapping[str, StoredWeight]]) -> None:
-    """Hold the loaded scales against what scales can be.
+    """Holds the loaded scales against what scales can be.
 
     Raises:
         ValueError: impossible values, of tensors that were not loaded for instance; all are listed.
@@ -58,9 +58,10 @@ def check_values(linears: Mapping[str, Mapping[str, StoredWeight]]) -> None:
 
 
 def stored_linears(model: torch.nn.Module, scheme: BaseScheme) -> dict[str, dict[str, StoredWeight]]:
-    """This rank's share of the parts of every linear inside the layers, by SGLang's name and then by Hugging Face's.
+    """Returns this rank's share of the parts of every linear inside the layers.
 
-    The tensors are views of SGLang's parameters, copies only where SGLang changed the dtype.
+    They are given by SGLang's name and then by Hugging Face's. The tensors are views of SGLang's parameters, copies
+    only where SGLang changed the dtype.
 
     Raises:
         ValueError: SGLang holds a linear in another format than the checkpoint has.
@@ -73,7 +74,10 @@ def stored_linears(model: torch.nn.Module, scheme: BaseScheme) -> dict[str, dict
 
 
 def stored_experts(model: torch.nn.Module) -> dict[str, dict[str, StoredWeight]]:
-    """The projections of every expert that is held as stored, by SGLang's name of the layer and then by Hugging Face's."""
+    """Returns the projections of every expert that is held as stored.
+
+    They are given by SGLang's name of the layer and then by Hugging Face's.
+    """
     return {
         name: dict(module.quant_method.stored_by_name(module))
         for name, module in model.named_modules()
@@ -84,9 +88,10 @@ def stored_experts(model: torch.nn.Module) -> dict[str, dict[str, StoredWeight]]
 def checkpoint_tensors(
     model: torch.nn.Module, linears: Mapping[str, Mapping[str, StoredWeight]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the base by its name in the checkpoint: a shared one once, vocabularies without padding.
+    """Yields every tensor of the base by its name in the checkpoint.
 
-    A tensor that the ranks divide has its ``Cut`` behind its name.
+    A shared one comes once, and vocabularies come without padding. A tensor that the ranks divide has its ``Cut``
+    behind its name.
     """
     for name, module in language_modules(model):
         if isinstance(module, LinearBase) and name in linears:
@@ -129,7 +134,7 @@ def _of_vocabulary(name: str, module: VocabParallelEmbedding) -> Iterator[tuple[
 
 
 def _with_cut(name: str, share: Share, whole: Sequence[int], held: Sequence[int]) -> str:
-    """The name of a stored tensor, with the range that this rank holds where that is not all of it."""
+    """Returns the name of a stored tensor, with the range that this rank holds where that is not all of it."""
     dim = divided_dim(held, whole)
     if dim is None:
         return name
@@ -172,7 +177,7 @@ def _format(layer: LinearBase, parts: Sequence[str], scheme: BaseScheme) -> Weig
 def _split(
     leaf: str, stack: torch.Tensor, specs: Sequence[TensorSpec], rows: Sequence[int], columns: int
 ) -> list[torch.Tensor]:
-    """One parameter of SGLang's as the tensors of the parts."""
+    """Returns one parameter of SGLang's as the tensors of the parts."""
     if leaf == SHAPE_LEAF:
         # SGLang 0.5.12 loads the shapes of all parts over one another (compressed_tensors_wNa16.py::CompressedTensorsWNA16).
         return [torch.tensor([part_rows, columns], dtype=specs[0].dtype) for part_rows in rows]

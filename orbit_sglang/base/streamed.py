@@ -1,7 +1,7 @@
-"""The base's record of routed experts that SGLang's own kernels compute.
+"""This module makes the base's record of routed experts that SGLang's own kernels compute.
 
-On CUDA SGLang keeps experts in its kernels' layouts, rounds of repacking away from the checkpoint's. So they are recorded as
-SGLang's loader hands them over: what was read is known, what the kernel holds of it is not.
+On CUDA SGLang keeps experts in its kernels' layouts, rounds of repacking away from the checkpoint's. So they are
+recorded as SGLang's loader hands them over: what was read is known, what the kernel holds of it is not.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,13 +19,15 @@ from orbit_sglang.model.stored_experts import StoredExperts
 
 
 def has_own_kernels(model: torch.nn.Module) -> bool:
-    """Whether SGLang computes experts of the model itself."""
+    """Returns whether SGLang computes experts of the model itself."""
     layers = (module for module in model.modules() if isinstance(module, FusedMoE))
     return any(not isinstance(layer.quant_method, StoredExperts) for layer in layers)
 
 
 class StreamedExperts:
-    """Digests of every expert's tensors, made while they are loaded. Each rank of a server digests its part of them.
+    """A ``StreamedExperts`` digests every expert's tensors while they are loaded.
+
+    Each rank of a server digests its part of them.
 
     Args:
         scheme: formats of the checkpoint.
@@ -46,7 +48,7 @@ class StreamedExperts:
         self.manifest = BaseManifest(formats={}, tensors={})
 
     def watch(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors by their names in the checkpoint, unchanged; experts' are digested on the way."""
+        """Yields the tensors by their names in the checkpoint, unchanged; experts' are digested on the way."""
         for name, tensor in weights:
             number = EXPERT_NUMBER.search(name)
             if number and int(number[0]) % self._num_ranks == self._rank and layer_number(name) < self._num_layers:

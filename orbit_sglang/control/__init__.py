@@ -1,1 +1,1 @@
-"""What the HTTP process and the scheduler process say to each other."""
+"""This package holds what the HTTP process and the scheduler process say to each other."""

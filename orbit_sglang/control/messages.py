@@ -1,4 +1,4 @@
-"""What the HTTP process and the scheduler process say to each other, over SGLang's own sockets.
+"""These messages are what the HTTP process and the scheduler process say to each other, over SGLang's own sockets.
 
 An adapter's bytes do not travel here: the scheduler reads them from a file that the HTTP process has spooled.
 """
@@ -12,32 +12,32 @@ from orbit_kernels.contract.errors import Refusal
 from orbit_kernels.contract.keys import DEFAULT_INFLIGHT, InflightMode
 
 INFO_KEY = "orbit_version"
-"""Key of SGLang's ``customized_info`` that carries one version per request and step."""
+"""This key of SGLang's ``customized_info`` carries one version per request and step."""
 
 INIT_INFO_KEY = "orbit_slots"
-"""Key of the scheduler's start-up information; its presence proves that the slots are in place."""
+"""This key of the scheduler's start-up information proves by its presence that the slots are in place."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class ControlRequest(BaseReq):
-    """A control operation; ``ticket`` comes back with its reply."""
+    """A ``ControlRequest`` asks for a control operation; ``ticket`` comes back with its reply."""
 
     ticket: int = -1
 
 
 @dataclasses.dataclass(kw_only=True)
 class StatusRequest(ControlRequest):
-    """``GET /orbit/status``."""
+    """A ``StatusRequest`` carries ``GET /orbit/status``."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class BaseManifestRequest(ControlRequest):
-    """``GET /orbit/base``."""
+    """A ``BaseManifestRequest`` carries ``GET /orbit/base``."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class StageRequest(ControlRequest):
-    """``POST /orbit/stage``; ``path`` is the spooled payload, readable until the reply."""
+    """A ``StageRequest`` carries ``POST /orbit/stage``; ``path`` is the spooled payload, readable until the reply."""
 
     version: int
     path: str
@@ -45,7 +45,7 @@ class StageRequest(ControlRequest):
 
 @dataclasses.dataclass(kw_only=True)
 class ActivateRequest(ControlRequest):
-    """``POST /orbit/activate``."""
+    """An ``ActivateRequest`` carries ``POST /orbit/activate``."""
 
     version: int
     inflight: InflightMode = DEFAULT_INFLIGHT
@@ -53,7 +53,7 @@ class ActivateRequest(ControlRequest):
 
 @dataclasses.dataclass(kw_only=True)
 class RollbackRequest(ControlRequest):
-    """``POST /orbit/rollback``."""
+    """A ``RollbackRequest`` carries ``POST /orbit/rollback``."""
 
     version: int | None = None
     inflight: InflightMode = DEFAULT_INFLIGHT
@@ -61,12 +61,15 @@ class RollbackRequest(ControlRequest):
 
 @dataclasses.dataclass(kw_only=True)
 class DiscardRequest(ControlRequest):
-    """``POST /orbit/discard``."""
+    """A ``DiscardRequest`` carries ``POST /orbit/discard``."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class ControlReply(BaseReq):
-    """JSON body of the answer, or the refusal; ``versions`` are those that the slots hold from then on, and the base."""
+    """A ``ControlReply`` carries the JSON body of the answer, or the refusal.
+
+    ``versions`` are those that the slots hold from then on, and the base.
+    """
 
     ticket: int
     versions: list[int]

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the slots, on SGLang's own ``/metrics``.
+"""This module puts Prometheus metrics of the slots on SGLang's own ``/metrics``.
 
 SGLang exports from files that each of its processes writes (``PROMETHEUS_MULTIPROC_DIR``, set by ``--enable-metrics``).
 Without that option the values stay in memory and nobody reads them.
@@ -15,7 +15,7 @@ PAUSE_BUCKETS_S = (0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.1)
 
 
 class SlotMetrics:
-    """Written by the process that does what is measured; the files of all processes add up.
+    """``SlotMetrics`` are written by the process that does what is measured; the files of all processes add up.
 
     Args:
         exported: False for ranks that do what another one already counts.
@@ -53,32 +53,35 @@ class SlotMetrics:
         self._next_refresh = 0.0
 
     def observe_stage(self, seconds: float) -> None:
-        """A version was placed in its slot."""
+        """Observes that a version was placed in its slot."""
         if self._exported:
             self._stage_seconds.observe(seconds)
 
     def observe_pause(self, seconds: float) -> None:
-        """An activation or rollback held the loop; the next ``refresh`` comes with the scheduler's next iteration."""
+        """Observes that an activation or rollback held the loop.
+
+        The next ``refresh`` comes with the scheduler's next iteration.
+        """
         if self._exported:
             self._pause_seconds.observe(seconds)
         self._next_refresh = 0.0
 
     def count_rejection(self, code: ErrorCode) -> None:
-        """A staging was refused."""
+        """Counts that a staging was refused."""
         if self._exported:
             self._rejected.labels(code).inc()
 
     def count_rollback(self) -> None:
-        """A rollback was carried out."""
+        """Counts that a rollback was carried out."""
         if self._exported:
             self._rollbacks.inc()
 
     def is_due(self) -> bool:
-        """Whether the gauges are older than ``REFRESH_S`` seconds."""
+        """Returns whether the gauges are older than ``REFRESH_S`` seconds."""
         return self._exported and time.monotonic() >= self._next_refresh
 
     def refresh(self, active_version: int, requests: Mapping[int, int]) -> None:
-        """Set the gauges; a version without requests reads 0."""
+        """Sets the gauges; a version without requests reads 0."""
         self._next_refresh = time.monotonic() + REFRESH_S
         self._active_version.set(active_version)
         self._labels.update(requests)

@@ -1,4 +1,7 @@
-"""How the scheduler says that no slot holds a request's version; see ``http.refusals`` for what becomes of it."""
+"""This module is how the scheduler says that no slot holds a request's version.
+
+``http.refusals`` shows what becomes of it.
+"""
 
 from http import HTTPStatus
 from typing import Any
@@ -10,7 +13,10 @@ from orbit_kernels.contract.keys import ERROR_KEY, REQUESTED_VERSION_KEY
 
 
 class VersionNotHeld(FINISH_ABORT):
-    """Why a request ended before its first token; in a stream that has begun, part of its ``finish_reason``."""
+    """A ``VersionNotHeld`` says why a request ended before its first token.
+
+    In a stream that has begun it is part of its ``finish_reason``.
+    """
 
     def __init__(self, version: object, versions: list[int]):
         message = f"{REQUESTED_VERSION_KEY} {version!r}: must be one of the live versions {versions}"
@@ -18,5 +24,5 @@ class VersionNotHeld(FINISH_ABORT):
         self._error = error_body(ErrorCode.VERSION_NOT_HELD, message, {"versions": versions})
 
     def to_json(self) -> dict[str, Any]:
-        """SGLang's fields, and the body of the answer."""
+        """Returns SGLang's fields and the body of the answer."""
         return {**super().to_json(), ERROR_KEY: self._error}

@@ -1,4 +1,4 @@
-"""The two slots' numbers, and that of the base. Importable without torch or SGLang."""
+"""This module numbers the two slots and that of the base; it is importable without torch or SGLang."""
 
 BASE_SLOT = 0
 SLOTS = (1, 2)

@@ -1,1 +1,1 @@
-"""What only replaces SGLang on a CPU; nothing here runs on a GPU."""
+"""This package only replaces SGLang on a CPU; nothing here runs on a GPU."""

@@ -1,7 +1,7 @@
-"""compressed-tensors behind SGLang's ``CompressedTensorsLinearMethod``: INT4, NVFP4 and MXFP4.
+"""This module puts compressed-tensors behind SGLang's ``CompressedTensorsLinearMethod``: INT4, NVFP4 and MXFP4.
 
-SGLang chooses a scheme per linear. Those that it does not have in 0.5.12 are added for a CPU: asymmetric INT4, NVFP4 with
-unquantised inputs, and MXFP4.
+SGLang chooses a scheme per linear. Those that it does not have in 0.5.12 are added for a CPU: asymmetric INT4, NVFP4
+with unquantised inputs, and MXFP4.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,10 @@ from orbit_sglang.startup.enabled import slots_enabled
 
 
 class Mxfp4Scheme(CompressedTensorsLinearScheme):
-    """Parameters of ``mxfp4-pack-quantized``: two E2M1 values a byte, and a UE8M0 scale for each 32 of them."""
+    """A ``Mxfp4Scheme`` has the parameters of ``mxfp4-pack-quantized``.
+
+    A byte holds two E2M1 values, and each 32 of them have a UE8M0 scale.
+    """
 
     def create_weights(
         self,
@@ -34,7 +37,7 @@ class Mxfp4Scheme(CompressedTensorsLinearScheme):
         weight_loader: Callable,
         **_sizes: Any,
     ) -> None:
-        """Register the format's tensors of all parts, stacked by rows."""
+        """Registers the format's tensors of all parts, stacked by rows."""
         specs = Mxfp4Format().specs(sum(output_partition_sizes), input_size_per_partition)
         for leaf, kind in {"weight_packed": ModelWeightParameter, "weight_scale": GroupQuantScaleParameter}.items():
             data = torch.empty(specs[leaf].shape, dtype=specs[leaf].dtype)
@@ -43,19 +46,19 @@ class Mxfp4Scheme(CompressedTensorsLinearScheme):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Not asked of a CPU, the only device that the reference serves."""
+        """Returns 0; a CPU, the only device that the reference serves, is not asked for it."""
         return 0
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Nothing to repack."""
+        """Does nothing, as there is nothing to repack."""
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """``x W^T`` by the reference, the only implementation."""
+        """Returns ``x W^T`` as the reference, the only implementation, computes it."""
         return layer.orbit_reference(x, bias)
 
 
 def _bitwise(weight_loader: Callable) -> Callable:
-    """A loader of bytes that files may also declare as ``float8_e8m0fnu`` or ``int8``."""
+    """Returns a loader of bytes that files may also declare as ``float8_e8m0fnu`` or ``int8``."""
 
     def load(parameter: torch.nn.Parameter, loaded_weight: torch.Tensor, *shard: Any) -> None:
         weight_loader(parameter, as_dtype(loaded_weight, parameter.dtype), *shard)
@@ -64,25 +67,29 @@ def _bitwise(weight_loader: Callable) -> Callable:
 
 
 class WeightOnlyNvfp4Scheme(CompressedTensorsW4A4Fp4):
-    """Parameters of ``nvfp4-pack-quantized`` without scales of the input."""
+    """A ``WeightOnlyNvfp4Scheme`` has the parameters of ``nvfp4-pack-quantized`` without scales of the input."""
 
     def create_weights(self, layer: torch.nn.Module, **sizes: Any) -> None:
-        """Register what SGLang registers, but for ``input_global_scale``."""
+        """Registers what SGLang registers, but for ``input_global_scale``."""
         super().create_weights(layer, **sizes)
         del layer.input_global_scale
 
 
 def after_create_weights(result: None, method: Any, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-    """After ``create_weights``: a packed weight is also called ``weight``, as SGLang itself does for MLPs.
+    """Also calls a packed weight ``weight``, as SGLang itself does for MLPs; runs after ``create_weights``.
 
-    ``DeepseekV2AttentionMLA`` asks for the dtype of that (``srt/models/deepseek_v2.py::"fused_qkv_a_proj_with_mqa.weight.dtype"``).
+    ``DeepseekV2AttentionMLA`` asks for the dtype of that
+    (``srt/models/deepseek_v2.py::"fused_qkv_a_proj_with_mqa.weight.dtype"``).
     """
     if slots_enabled() and hasattr(layer, "weight_packed"):
         layer.weight = layer.weight_packed
 
 
 def around_check_scheme(original: Callable, config: CompressedTensorsConfig, min_capability: int, error: bool = True):
-    """Around ``_check_scheme_supported``: it asks for the compute capability of a CUDA device."""
+    """Accepts every scheme; runs around ``_check_scheme_supported``.
+
+    That asks for the compute capability of a CUDA device.
+    """
     return slots_enabled() or original(config, min_capability, error)
 
 
@@ -92,7 +99,7 @@ def around_scheme(
     weight_quant: QuantizationArgs,
     input_quant: QuantizationArgs | None,
 ) -> CompressedTensorsLinearScheme:
-    """Around ``_get_scheme_from_parts``: the schemes that SGLang does not have."""
+    """Chooses the schemes that SGLang does not have; runs around ``_get_scheme_from_parts``."""
     if not slots_enabled():
         return original(config, weight_quant, input_quant)
     if config.quant_format == CompressionFormat.mxfp4_pack_quantized.value:

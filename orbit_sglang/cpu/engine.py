@@ -1,4 +1,4 @@
-"""What SGLang 0.5.12's CPU engine needs on a machine without a CUDA driver."""
+"""This module does what SGLang 0.5.12's CPU engine needs on a machine without a CUDA driver."""
 
 import os
 import types
@@ -13,26 +13,27 @@ THREADS_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
 
 
 class TorchWithoutPinning(types.ModuleType):
-    """``torch`` for one module, whose ``tensor`` and ``zeros`` do not pin memory."""
+    """``TorchWithoutPinning`` is ``torch`` for one module; its ``tensor`` and ``zeros`` do not pin memory."""
 
     def __getattr__(self, name: str):
         return getattr(torch, name)
 
     @staticmethod
     def tensor(data, *, pin_memory: bool = False, **kwargs) -> torch.Tensor:
-        """See torch."""
+        """Returns what ``torch.tensor`` does, never pinned."""
         return torch.tensor(data, **kwargs)
 
     @staticmethod
     def zeros(*size, pin_memory: bool = False, **kwargs) -> torch.Tensor:
-        """See torch."""
+        """Returns what ``torch.zeros`` does, never pinned."""
         return torch.zeros(*size, **kwargs)
 
 
 def place_ranks(num_ranks: int) -> None:
-    """Give each rank its cores where there are fewer NUMA nodes than ranks, which SGLang 0.5.12 refuses to do by itself.
+    """Gives each rank its cores where there are fewer NUMA nodes than ranks.
 
-    Its own variable says where ranks run (``model_executor/model_runner.py::ModelRunner.init_threads_binding``); a user's value stays.
+    SGLang 0.5.12 refuses to do that by itself. Its own variable says where ranks run
+    (``model_executor/model_runner.py::ModelRunner.init_threads_binding``); a user's value stays.
     """
     if THREADS_VARIABLE in os.environ or num_ranks <= len(get_cpu_ids_by_node()):
         return
@@ -42,20 +43,24 @@ def place_ranks(num_ranks: int) -> None:
 
 
 def around_launch(original: Callable, cls: type, server_args: Any, *args: Any, **kwargs: Any) -> tuple:
-    """Around ``Engine._launch_subprocesses``."""
+    """Places the ranks of a server with slots on their cores; runs around ``Engine._launch_subprocesses``."""
     if server_args.enable_orbit_slots:
         place_ranks(server_args.tp_size)
     return original(cls, server_args, *args, **kwargs)
 
 
 def around_group(original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Around ``init_model_parallel_group``: ranks on CPUs have gloo, and neither NCCL nor a custom all-reduce."""
+    """Leaves out NCCL and a custom all-reduce; runs around ``init_model_parallel_group``.
+
+    Ranks on CPUs have gloo, and neither of these.
+    """
     return original(*args, **kwargs | {"use_pynccl": False, "use_custom_allreduce": False})
 
 
 def after_copy_to_cpu(result: None, output: TopkCaptureOutput) -> None:
-    """After ``TopkCaptureOutput.copy_to_cpu``: a copy indeed, as the next forward pass writes over the buffer.
+    """Copies the output indeed; runs after ``TopkCaptureOutput.copy_to_cpu``.
 
-    On a CPU torch's ``to("cpu")`` is the same memory, and the overlap schedule reads it after that pass.
+    The next forward pass writes over the buffer. On a CPU torch's ``to("cpu")`` is the same memory, and the overlap
+    schedule reads it after that pass.
     """
     output.topk = output.topk.clone()

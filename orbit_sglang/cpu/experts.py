@@ -1,8 +1,8 @@
-"""Routed experts on a CPU: held as the checkpoint stores them and computed by the trainer's own function.
+"""This module holds routed experts on a CPU as the checkpoint stores them; the trainer's function computes them.
 
 SGLang 0.5.12 has no CPU kernel for packed experts, and keeps them in layouts that differ from family to family. So one
-method takes the place of all of its methods for experts. Its parameters have the names that SGLang's models load, and an
-expert and a part in front of each tensor's own shape, so that every expert's tensors are contiguous views.
+method takes the place of all of its methods for experts. Its parameters have the names that SGLang's models load, and
+an expert and a part in front of each tensor's own shape, so that every expert's tensors are contiguous views.
 
 Dimension suffixes: T tokens, K experts of a token, D hidden.
 """
@@ -46,7 +46,7 @@ _PART_OF_SHARD = {"w1": 0, "w3": 1, "w2": 0}
 
 
 class ReferenceExperts(StoredExperts):
-    """The experts of one layer.
+    """A ``ReferenceExperts`` computes the experts of one layer.
 
     Args:
         prefix: Hugging Face name of the experts, e.g. ``model.layers.0.mlp.experts``.
@@ -68,7 +68,7 @@ class ReferenceExperts(StoredExperts):
         params_dtype: torch.dtype,
         **_sglang: Any,
     ) -> None:
-        """Register ``w13_<leaf>`` [E, 2, ...] and ``w2_<leaf>`` [E, 1, ...] for every leaf of the format."""
+        """Registers ``w13_<leaf>`` [E, 2, ...] and ``w2_<leaf>`` [E, 1, ...] for every leaf of the format."""
         self._num_experts = num_experts
         ffn, hidden = intermediate_size_per_partition, hidden_size
         self._shapes = {"w13": (ffn, hidden), "w2": (hidden, ffn)}
@@ -81,7 +81,7 @@ class ReferenceExperts(StoredExperts):
                 layer.register_parameter(f"{group}_{leaf}", parameter)
 
     def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: MoeRunnerConfig) -> None:
-        """Refuse what the reference does not compute.
+        """Refuses what the reference does not compute.
 
         Raises:
             ValueError: another activation, or routing weights on the input.
@@ -94,10 +94,10 @@ class ReferenceExperts(StoredExperts):
             raise ValueError(f"{self._prefix}: routing weights on the experts' input are not implemented")
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Nothing to repack."""
+        """Does nothing, as there is nothing to repack."""
 
     def apply(self, layer: torch.nn.Module, dispatch_output: StandardDispatchOutput) -> StandardCombineInput:
-        """The weighted sum of each token's experts [T, D]."""
+        """Returns the weighted sum of each token's experts [T, D]."""
         weights_TK, ids_TK, _ = dispatch_output.topk_output
         y_TD = expert_mlp(
             dispatch_output.hidden_states,
@@ -111,17 +111,17 @@ class ReferenceExperts(StoredExperts):
         return StandardCombineInput(hidden_states=y_TD)
 
     def linear(self, group: tuple[str, ...], expert: int | None) -> dict[str, Share]:
-        """Fused projections by name, of one expert, or with None of what all share."""
+        """Returns fused projections by name, of one expert, or with None of what all share."""
         share = Share.whole(*self._shapes[_GROUP_OF[group]])
         return {expert_module(self._prefix, projection, expert): share for projection in group}
 
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
-        """Projections that are multiplied as one."""
+        """Returns the projections that are multiplied as one."""
         return tuple(_GROUP_OF)
 
     def frozen_experts(self, layer: torch.nn.Module) -> FrozenExperts:
-        """The experts on views of the layer's parameters."""
+        """Returns the experts on views of the layer's parameters."""
         stacks = {
             projection: self._stack(layer, group, part)
             for group, projections in GROUPS.items()
@@ -130,7 +130,7 @@ class ReferenceExperts(StoredExperts):
         return FrozenExperts(**stacks)
 
     def stored_by_name(self, layer: torch.nn.Module) -> Iterator[tuple[str, StoredWeight]]:
-        """Every expert's projections by their names in the checkpoint."""
+        """Yields every expert's projections by their names in the checkpoint."""
         experts = self.frozen_experts(layer)
         for expert in range(len(experts)):
             for projection in (GATE, UP, DOWN):
@@ -156,7 +156,7 @@ class ReferenceExperts(StoredExperts):
 
 
 class _ReferenceConfig:
-    """What ``FusedMoE`` asks of a quantisation configuration."""
+    """A ``_ReferenceConfig`` answers what ``FusedMoE`` asks of a quantisation configuration."""
 
     def __init__(self, method: ReferenceExperts):
         self._method = method
@@ -171,7 +171,7 @@ class _ReferenceConfig:
 def around_layer(
     original: Callable, layer: FusedMoE, *args: Any, quant_config: Any = None, prefix: str = "", **kwargs: Any
 ) -> None:
-    """Around ``FusedMoE.__init__``: the reference in place of the family's method."""
+    """Puts the reference in place of the family's method; runs around ``FusedMoE.__init__``."""
     if slots_enabled():
         server_args = get_global_server_args()
         if server_args.tp_size > 1:
@@ -187,7 +187,10 @@ def around_layer(
 
 
 def around_block_check(original: Callable, runner: Any) -> None:
-    """Around ``check_quantized_moe_compatibility``, which asks for whole FP8 blocks: the reference takes ragged ones."""
+    """Lets ragged FP8 blocks pass, which the reference takes; runs around ``check_quantized_moe_compatibility``.
+
+    That asks for whole ones.
+    """
     if not slots_enabled():
         original(runner)
 
@@ -201,28 +204,32 @@ def around_topk(
     correction_bias: torch.Tensor | None = None,
     scoring_func: str = "softmax",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Around ``fused_topk``, which without AMX is a CUDA kernel (``layers/moe/topk.py::"fused_topk = fused_topk_cpu"``)."""
+    """Chooses each token's experts in plain torch; runs around ``fused_topk``.
+
+    Without AMX that is a CUDA kernel (``layers/moe/topk.py::"fused_topk = fused_topk_cpu"``).
+    """
     return fused_topk_torch_native(hidden_states, gating_output, topk, renormalize, correction_bias, scoring_func)
 
 
 def around_biased_topk(
     original: Callable, *, gating_output: torch.Tensor, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Around ``biased_grouped_topk``: SGLang's plain code, uncompiled, on fp32 logits as its CUDA kernels take them.
+    """Chooses experts with SGLang's plain code, uncompiled, on fp32 logits; runs around ``biased_grouped_topk``.
 
-    Without AMX it is compiled (``layers/moe/topk.py::biased_grouped_topk_impl``) and its scores have the dtype of the logits.
+    SGLang's CUDA kernels take the logits so. Without AMX it is compiled
+    (``layers/moe/topk.py::biased_grouped_topk_impl``) and its scores have the dtype of the logits.
     """
     return inspect.unwrap(biased_grouped_topk_impl)(gating_output=gating_output.float(), **kwargs)
 
 
 @functools.cache
 def _buffer(experts_per_chunk: int) -> ChunkBuffer:
-    """The process's one buffer."""
+    """Returns the process's one buffer."""
     return ChunkBuffer(experts_per_chunk)
 
 
 def _load(parameter: torch.nn.Parameter, loaded: torch.Tensor, name: str, *, shard_id: str, expert_id: int) -> None:
-    """SGLang's ``weight_loader`` of experts."""
+    """Loads a tensor of one expert as SGLang's ``weight_loader`` of experts."""
     target = parameter.data[expert_id, _PART_OF_SHARD[shard_id]]
     if loaded.numel() != target.numel():
         raise ValueError(f"{name}, expert {expert_id}: {tuple(loaded.shape)}, must be {tuple(target.shape)}")

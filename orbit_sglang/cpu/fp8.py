@@ -1,4 +1,4 @@
-"""FP8 in blocks behind SGLang's ``Fp8LinearMethod``."""
+"""This module puts FP8 in blocks behind SGLang's ``Fp8LinearMethod``."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ def around_create_weights(
     weight_loader: Callable,
     **kwargs: Any,
 ) -> None:
-    """Around ``create_weights``: give each part scales of its own when a part ends inside a block.
+    """Gives each part scales of its own when a part ends inside a block; runs around ``create_weights``.
 
     SGLang refuses such parts, because its kernels read one grid of scales for the fused weight.
     """

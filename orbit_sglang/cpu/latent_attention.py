@@ -1,8 +1,9 @@
-"""Multi-head latent attention of DeepSeek-V3 and Kimi-K2 (SGLang's ``DeepseekV2AttentionMLA``) on any CPU.
+"""This module computes the latent attention of DeepSeek-V3 and Kimi-K2 on any CPU.
 
-A server caches the latent of keys and values and multiplies the halves of ``kv_b_proj`` into queries and outputs
-("absorbed", arXiv:2405.04434, section 2.1.2). SGLang 0.5.12 does that on a CPU with its AMX kernels only; these hooks let
-it compute on any, in plain PyTorch, and let it load every format there.
+It is SGLang's ``DeepseekV2AttentionMLA``, multi-head latent attention. A server caches the latent of keys and values
+and multiplies the halves of ``kv_b_proj`` into queries and outputs ("absorbed", arXiv:2405.04434, section 2.1.2).
+SGLang 0.5.12 does that on a CPU with its AMX kernels only; these hooks let it compute on any, in plain PyTorch, and let
+it load every format there.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,7 +21,7 @@ from orbit_sglang.startup.enabled import slots_enabled
 
 
 def after_init(result: None, attention: DeepseekV2AttentionMLA, *args: Any, **kwargs: Any) -> None:
-    """After ``__init__``: quantised weights again, now with room for the scales of each latent's projection."""
+    """Creates quantised weights again, with room for scales of each latent's projection; runs after ``__init__``."""
     if not (attention.has_fused_proj and slots_enabled()):
         return
     layer = attention.fused_qkv_a_proj_with_mqa
@@ -37,9 +38,10 @@ def after_init(result: None, attention: DeepseekV2AttentionMLA, *args: Any, **kw
 
 
 def around_handler(original: Callable, registry: type, backend_name: str) -> Callable:
-    """Around ``get_handler``: absorbed attention for prompts too, where SGLang would choose another path of Triton's.
+    """Chooses absorbed attention for prompts too; runs around ``get_handler``.
 
-    Prefill and decode then compute the same function, and cached latents are the only ones.
+    SGLang would choose another path of Triton's there. Prefill and decode then compute the same function, and cached
+    latents are the only ones.
     """
     return _absorbed if backend_name == "torch_native" else original(registry, backend_name)
 
@@ -49,7 +51,10 @@ def _absorbed(attention: DeepseekV2AttentionMLA, forward_batch: Any) -> AttnForw
 
 
 def around_rope(original: Callable, *args: Any, device: str | None = None, **kwargs: Any) -> torch.nn.Module:
-    """Around ``get_rope_wrapper``, which knows nothing but YaRN on a CPU (``rotary_embedding/factory.py::get_rope_cpu``)."""
+    """Leaves out the device of an unscaled rotary embedding; runs around ``get_rope_wrapper``.
+
+    On a CPU that knows nothing but YaRN (``rotary_embedding/factory.py::get_rope_cpu``).
+    """
     rope_scaling = kwargs.get("rope_scaling")
     return original(*args, device=device if rope_scaling else None, **kwargs)
 
@@ -57,14 +62,15 @@ def around_rope(original: Callable, *args: Any, device: str | None = None, **kwa
 def around_load(
     original: Callable, model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any
 ) -> None:
-    """Around ``do_load_weights``: let it concatenate the tensors of both latents' projections, whatever their rank."""
+    """Lets it concatenate tensors of any rank of both latents' projections; runs around ``do_load_weights``."""
     original(model, _concatenable(weights) if slots_enabled() else weights, *args, **kwargs)
 
 
 def _concatenable(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """SGLang 0.5.12 takes the first of two scalars for both, and has room for one shape.
+    """Yields the latents' scalars with one dimension, and leaves out their shapes.
 
-    See ``deepseek_weight_loader.py::DeepseekV2WeightLoaderMixin.do_load_weights``.
+    SGLang 0.5.12 takes the first of two scalars for both, and has room for one shape
+    (``deepseek_weight_loader.py::DeepseekV2WeightLoaderMixin.do_load_weights``).
     """
     for name, tensor in weights:
         *_, leaf, kind = name.split(".")
@@ -75,16 +81,20 @@ def _concatenable(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple
 
 
 def around_absorb(original: Callable, model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Around ``post_load_weights``: leave it to ``absorb``, which follows; SGLang would quantise the weight once more."""
+    """Leaves the work to ``absorb``, which follows; runs around ``post_load_weights``.
+
+    SGLang would quantise the weight once more.
+    """
     if not slots_enabled():
         original(model, *args, **kwargs)
 
 
 def absorb(model: torch.nn.Module, linears: Mapping[str, Mapping[str, StoredWeight]]) -> None:
-    """Give every attention the halves of its ``kv_b_proj``, dequantised in the activations' dtype.
+    """Gives every attention the halves of its ``kv_b_proj``, dequantised in the activations' dtype.
 
     They are laid out as ``deepseek_weight_loader.py::DeepseekV2WeightLoaderMixin.post_load_weights`` does it: ``w_kc``
-    [heads, plain width, latent], the latent's stride larger than the width's, and ``w_vc`` [heads, latent, value width], likewise.
+    [heads, plain width, latent], the latent's stride larger than the width's, and ``w_vc`` [heads, latent, value
+    width], likewise.
 
     Args:
         model: SGLang's, loaded.

@@ -1,4 +1,4 @@
-"""A quantised linear on a CPU: packed parts, dequantised on use.
+"""This module computes a quantised linear on a CPU: its parts stay packed and are dequantised on use.
 
 Dimension suffixes: T tokens, I input width, O output width.
 """
@@ -15,7 +15,7 @@ from orbit_sglang.startup.options import FrozenBaseConfig
 
 
 class ReferenceLinear:
-    """``y = x W^T`` by ``frozen_matmul``, as the trainer computes it.
+    """A ``ReferenceLinear`` computes ``y = x W^T`` by ``frozen_matmul``, as the trainer does.
 
     Args:
         parts: the logical parts in the order of their rows; views of SGLang's parameters.
@@ -27,7 +27,7 @@ class ReferenceLinear:
         self._config = config
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """X [..., I] to [..., O], same dtype."""
+        """Maps x [..., I] to [..., O], of the same dtype."""
         y_TO = frozen_matmul(
             x.reshape(-1, x.shape[-1]),
             self.parts,
@@ -39,12 +39,12 @@ class ReferenceLinear:
 
 
 def attach(layer: LinearBase, parts: Sequence[StoredWeight], config: FrozenBaseConfig) -> None:
-    """Let a layer compute with the reference from now on."""
+    """Lets a layer compute with the reference from now on."""
     layer.orbit_reference = ReferenceLinear(parts, config)
 
 
 def around_process_weights(original: Callable, method: Any, layer: torch.nn.Module) -> None:
-    """Around ``process_weights_after_loading``: the reference needs no repacking."""
+    """Leaves out repacking, which the reference does not need; runs around ``process_weights_after_loading``."""
     if not hasattr(layer, "orbit_reference"):
         original(method, layer)
 
@@ -52,11 +52,14 @@ def around_process_weights(original: Callable, method: Any, layer: torch.nn.Modu
 def around_apply(
     original: Callable, method: Any, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Around ``apply``."""
+    """Computes with the reference where a layer has one; runs around ``apply``."""
     reference = getattr(layer, "orbit_reference", None)
     return original(method, layer, x, bias) if reference is None else reference(x, bias)
 
 
 def after_supported_act_dtypes(result: list[torch.dtype], *config: Any) -> list[torch.dtype]:
-    """After ``get_supported_act_dtypes``: the reference also takes fp32 activations, in which rounding is visible."""
+    """Adds fp32 to the activations, in which rounding is visible; runs after ``get_supported_act_dtypes``.
+
+    The reference takes these too.
+    """
     return [*result, torch.float32] if slots_enabled() else result

@@ -1,4 +1,4 @@
-"""Between SGLang's loading and its repacking: the reference is put behind the quantised linears."""
+"""This module puts the reference behind the quantised linears, between SGLang's loading and its repacking."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +23,10 @@ logger = logging.getLogger(__name__)
 def around_load(
     original: Callable, model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]], target_device: torch.device
 ) -> None:
-    """Around ``DefaultModelLoader.load_weights_and_postprocess``, which loads and then repacks."""
+    """Attaches the reference; runs around ``DefaultModelLoader.load_weights_and_postprocess``.
+
+    That loads and then repacks.
+    """
     if not slots_enabled():
         original(model, weights, target_device)
         return
@@ -42,10 +45,11 @@ def around_load(
 
 
 def around_width_padding(original: Callable, config: Any, attribute: str, padding: int) -> Any:
-    """Around ``update_intermediate_size``: keep the checkpoint's widths on a CPU.
+    """Keeps the checkpoint's widths on a CPU; runs around ``update_intermediate_size``.
 
-    SGLang 0.5.12 pads them to whole blocks for its AMX kernels (``configs/update_config.py::adjust_config_with_unaligned_cpu_tp``), so that it holds other
-    tensors than the checkpoint has.
+    SGLang 0.5.12 pads them to whole blocks for its AMX kernels
+    (``configs/update_config.py::adjust_config_with_unaligned_cpu_tp``), so that it holds other tensors than the
+    checkpoint has.
     """
     return config if slots_enabled() else original(config, attribute, padding)
 
@@ -53,7 +57,7 @@ def around_width_padding(original: Callable, config: Any, attribute: str, paddin
 def _attach_reference(
     model: torch.nn.Module, linears: Mapping[str, Mapping[str, StoredWeight]], config: FrozenBaseConfig
 ) -> None:
-    """Let every quantised linear compute with the reference."""
+    """Lets every quantised linear compute with the reference."""
     layers = {name: model.get_submodule(name) for name in linears}
     quantized = [name for name, layer in layers.items() if isinstance(layer, LinearBase) and stored.is_quantized(layer)]
     for name in quantized:

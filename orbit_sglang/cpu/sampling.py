@@ -1,4 +1,4 @@
-"""SGLang's seeded sampling in plain torch: its own hash is a Triton kernel.
+"""This module is SGLang's seeded sampling in plain torch, as SGLang's own hash is a Triton kernel.
 
 Dimension suffixes: R requests, V vocabulary.
 """
@@ -9,9 +9,10 @@ _MASK32 = 0xFFFFFFFF
 
 
 def multinomial_with_seed(logprobs_RV: torch.Tensor, seed_R: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
-    """Sample one token a row by the Gumbel-max trick; the noise depends on seed, position and token only.
+    """Samples one token a row by the Gumbel-max trick; the noise depends on seed, position and token only.
 
-    On a CPU it replaces SGLang's function of the same name, which needs Triton (``layers/sampler.py::multinomial_with_seed``).
+    On a CPU it replaces SGLang's function of the same name, which needs Triton
+    (``layers/sampler.py::multinomial_with_seed``).
 
     Args:
         logprobs_RV: log-probabilities, in nats.
@@ -28,9 +29,9 @@ def multinomial_with_seed(logprobs_RV: torch.Tensor, seed_R: torch.Tensor, posit
 
 
 def murmur_hash32(seed_R: torch.Tensor, positions_R: torch.Tensor, columns_V: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3 (x86, 32 bit, seed 0) of the four words seed low, seed high, position, column: [R, V] in int64.
+    """Returns MurmurHash3 (x86, 32 bit, seed 0) of seed low, seed high, position and column: [R, V] in int64.
 
-    Products wrap in int64, whose low 32 bits are those of the unsigned product.
+    Each of the four is one word. Products wrap in int64, whose low 32 bits are those of the unsigned product.
     """
     hash_R = torch.zeros_like(seed_R)
     for word_R in (seed_R & _MASK32, seed_R >> 32 & _MASK32, positions_R.to(torch.int64)):

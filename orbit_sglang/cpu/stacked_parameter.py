@@ -1,4 +1,4 @@
-"""A parameter of a fused linear whose parts keep their own number of rows."""
+"""This module defines a parameter of a fused linear whose parts keep their own number of rows."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,10 +9,11 @@ _QKV_ORDER = ("q", "k", "v")
 
 
 class StackedParameter(BasevLLMParameter):
-    """Tensors of the parts of a linear, stacked by rows.
+    """A ``StackedParameter`` holds tensors of the parts of a linear, stacked by rows.
 
     SGLang 0.5.12 derives the rows of a part's scales from its row offset in the fused weight
-    (``srt/layers/linear.py::QKVParallelLinear.weight_loader_v2``), so that two parts share a block whenever a part ends inside one.
+    (``srt/layers/linear.py::QKVParallelLinear.weight_loader_v2``), so that two parts share a block whenever a part ends
+    inside one.
 
     Args:
         data: the stack [sum of ``part_rows``, ...].
@@ -25,11 +26,11 @@ class StackedParameter(BasevLLMParameter):
         self._part_rows = list(part_rows)
 
     def load_qkv_weight(self, loaded_weight: torch.Tensor, *, shard_id: str, **_shard):
-        """Fill the rows of ``q``, ``k`` or ``v``."""
+        """Fills the rows of ``q``, ``k`` or ``v``."""
         self._load(loaded_weight, _QKV_ORDER.index(shard_id))
 
     def load_merged_column_weight(self, loaded_weight: torch.Tensor, *, shard_id: int, **_shard):
-        """Fill the rows of a part by its index."""
+        """Fills the rows of a part by its index."""
         self._load(loaded_weight, shard_id)
 
     def _load(self, loaded_weight: torch.Tensor, index: int) -> None:

@@ -1,1 +1,1 @@
-"""The HTTP process: routes of the slots, and the versions in every answer."""
+"""This package is the HTTP process: it has the routes of the slots, and the versions in every answer."""

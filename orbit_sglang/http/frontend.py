@@ -1,4 +1,7 @@
-"""The HTTP process's side of the control: sends operations to the scheduler, and keeps the payloads it has taken."""
+"""This is the HTTP process's side of the control.
+
+It sends operations to the scheduler, and keeps the payloads that it has taken.
+"""
 
 import asyncio
 import itertools
@@ -20,18 +23,18 @@ logger = logging.getLogger(__name__)
 
 
 class Spool:
-    """Payloads in unnamed temporary files: they are gone when the process is, however it ends."""
+    """A ``Spool`` keeps payloads in unnamed temporary files, which are gone when the process is, however it ends."""
 
     def __init__(self):
         self._kept: dict[int, IO[bytes]] = {}
 
     @staticmethod
     def path(file: IO[bytes]) -> str:
-        """A path by which another process of this user opens the file, while this process keeps it open."""
+        """Returns a path by which another process of this user opens the file, while this process keeps it open."""
         return f"/proc/{os.getpid()}/fd/{file.fileno()}"
 
     async def receive(self, chunks: AsyncIterator[bytes], max_bytes: int, timeout_s: float) -> IO[bytes]:
-        """Write a request's body to a new file.
+        """Writes a request's body to a new file.
 
         Raises:
             Refusal: the body is longer than ``max_bytes``, or has not ended after ``timeout_s``.
@@ -53,20 +56,20 @@ class Spool:
         return file
 
     def keep(self, version: int, file: IO[bytes]) -> None:
-        """Keep a received payload as that of a version."""
+        """Keeps a received payload as that of a version."""
         self._kept[version] = file
 
     def find(self, version: int) -> IO[bytes] | None:
-        """The payload of a version, if it is kept."""
+        """Returns the payload of a version, if it is kept."""
         return self._kept.get(version)
 
     def prune(self, versions: list[int]) -> None:
-        """Drop the payloads of all other versions."""
+        """Drops the payloads of all other versions."""
         self._kept = {version: file for version, file in self._kept.items() if version in versions}
 
 
 class Frontend:
-    """Control operations for the routes; one per tokenizer manager."""
+    """A ``Frontend`` carries out control operations for the routes; each tokenizer manager has one."""
 
     def __init__(self, tokenizer_manager: TokenizerManager, config: SlotsConfig):
         self.config = config
@@ -77,11 +80,11 @@ class Frontend:
         self._waiting: dict[int, asyncio.Future[messages.ControlReply]] = {}
 
     def handlers(self) -> TypeBasedDispatcher:
-        """Handlers by message type, for the tokenizer manager's dispatcher."""
+        """Returns the handlers by message type, for the tokenizer manager's dispatcher."""
         return TypeBasedDispatcher([(messages.ControlReply, self._receive)])
 
     async def call(self, request: messages.ControlRequest) -> dict[str, Any]:
-        """Have the scheduler carry out an operation, and return its body.
+        """Has the scheduler carry out an operation, and returns its body.
 
         Raises:
             Refusal: the scheduler refused, or did not answer in time.
@@ -106,7 +109,10 @@ class Frontend:
         return reply
 
     async def stage(self, version: int, chunks: AsyncIterator[bytes]) -> dict[str, Any]:
-        """Receive a payload and stage it. Nothing is reserved while the body arrives, so a stalled one blocks nobody."""
+        """Receives a payload and stages it.
+
+        Nothing is reserved while the body arrives, so a stalled one blocks nobody.
+        """
         try:
             file = await self._spool.receive(chunks, self.config.max_adapter_bytes, self.config.stage_timeout_s)
         except Refusal as refusal:
@@ -123,7 +129,7 @@ class Frontend:
         return reply.body
 
     async def payload(self, version: int) -> str:
-        """Path of a version's payload, as it was staged.
+        """Returns the path of a version's payload, as it was staged.
 
         Raises:
             Refusal: no slot holds the version.

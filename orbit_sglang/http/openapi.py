@@ -1,6 +1,7 @@
-"""What ``GET /openapi.json`` says of the slots' routes: for each, the keyword arguments of FastAPI's ``add_api_route``.
+"""This module makes what ``GET /openapi.json`` says of the slots' routes.
 
-It only describes. The endpoints read queries and bodies themselves, so that every refusal has the body of ``error_body``.
+For each route it gives the keyword arguments of FastAPI's ``add_api_route``. It only describes. The endpoints read
+queries and bodies themselves, so that every refusal has the body of ``error_body``.
 """
 
 import itertools
@@ -15,7 +16,7 @@ _PAYLOAD = {PAYLOAD: {"schema": {"type": "string", "format": "binary"}}}
 
 
 def described(route: Route) -> dict[str, Any]:
-    """A route by its answer, the codes of its refusals by status, and its input."""
+    """Describes a route by its answer, the codes of its refusals by status, and its input."""
     refusals = {
         status: {"model": Refused, "description": ", ".join(codes)}
         for status, codes in itertools.groupby(route.codes, lambda code: code.status)

@@ -1,8 +1,8 @@
-"""A generation request whose version no slot holds: a refusal of Orbit's form, on every route.
+"""This module refuses a generation request whose version no slot holds, in Orbit's form and on every route.
 
-Only the scheduler knows the versions, and its refusal comes back as a request that ended at once. SGLang 0.5.12 puts the
-message of one into a body that each route makes for itself, with status 200 where it streams. So the first thing that such
-a request would send is replaced, outside the routes.
+Only the scheduler knows the versions, and its refusal comes back as a request that ended at once. SGLang 0.5.12 puts
+the message of one into a body that each route makes for itself, with status 200 where it streams. So the first thing
+that such a request would send is replaced, outside the routes.
 """
 
 import contextvars
@@ -19,7 +19,10 @@ from orbit_kernels.contract.keys import ERROR_KEY
 
 @dataclasses.dataclass
 class _Exchange:
-    """One HTTP request that named a version; ``refusal`` is the body of the answer, once it is known to be refused."""
+    """An ``_Exchange`` is one HTTP request that named a version.
+
+    ``refusal`` is the body of the answer, once it is known to be refused.
+    """
 
     refusal: dict[str, Any] | None = None
 
@@ -28,14 +31,20 @@ _exchange: contextvars.ContextVar[_Exchange | None] = contextvars.ContextVar("or
 
 
 def before_abort(tokenizer_manager: TokenizerManager, out: dict[str, Any], state: Any, is_stream: bool) -> None:
-    """Before ``TokenizerManager._handle_abort_finish_reason``: note a refusal for the answer of its HTTP request."""
+    """Notes a refusal for the answer of its HTTP request.
+
+    It runs before ``TokenizerManager._handle_abort_finish_reason``.
+    """
     exchange, refusal = _exchange.get(), out["meta_info"]["finish_reason"].get(ERROR_KEY)
     if exchange is not None and refusal is not None:
         exchange.refusal = refusal
 
 
 async def serve_or_refuse(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Serve a request that names a version; a refusal that is known before the first byte of the body is the answer."""
+    """Serves a request that names a version.
+
+    A refusal that is known before the first byte of the body is the answer.
+    """
     exchange = _Exchange()
     start: Message | None = None
     refused = False

@@ -1,4 +1,7 @@
-"""Versions per token in every answer: ``meta_info.orbit_versions``, and ``metadata.orbit_versions`` for OpenAI routes."""
+"""This module puts the versions of the tokens into every answer.
+
+They are ``meta_info.orbit_versions``, and ``metadata.orbit_versions`` for OpenAI routes.
+"""
 
 import json
 import time
@@ -14,7 +17,7 @@ DONE_EVENT = "data: [DONE]\n\n"
 
 
 def extend_spans(spans: list[list[int]], versions: Iterable[int]) -> None:
-    """Append one version per token to spans ``[[version, first_token, count], ...]``, in place."""
+    """Appends one version per token to spans ``[[version, first_token, count], ...]``, in place."""
     for version in versions:
         if spans and spans[-1][0] == version:
             spans[-1][2] += 1
@@ -24,10 +27,11 @@ def extend_spans(spans: list[list[int]], versions: Iterable[int]) -> None:
 
 
 def before_batch_output(tokenizer_manager: TokenizerManager, recv_obj: Any) -> None:
-    """Before ``TokenizerManager._handle_batch_output``: replace a step's versions by the request's spans so far.
+    """Replaces a step's versions by the request's spans so far.
 
-    SGLang 0.5.12 reports only the last chunk of ``customized_info`` (``tokenizer_manager.py::TokenizerManager._handle_batch_output``),
-    so the versions of earlier chunks are kept on the request's state.
+    It runs before ``TokenizerManager._handle_batch_output``. SGLang 0.5.12 reports only the last chunk of
+    ``customized_info`` (``tokenizer_manager.py::TokenizerManager._handle_batch_output``), so the versions of earlier
+    chunks are kept on the request's state.
     """
     info = getattr(recv_obj, "customized_info", None)
     if not info or INFO_KEY not in info:
@@ -42,26 +46,26 @@ def before_batch_output(tokenizer_manager: TokenizerManager, recv_obj: Any) -> N
 
 
 def after_openai_response(result: Any, serving: Any, request: Any, ret: list[dict[str, Any]], created: int) -> None:
-    """After ``_build_chat_response`` and ``_build_completion_response``: add one list of spans per choice."""
+    """Adds one list of spans per choice; runs after ``_build_chat_response`` and ``_build_completion_response``."""
     versions = [item["meta_info"].get(VERSIONS_KEY) for item in ret]
     if any(versions) and getattr(result, "metadata", None) is not None:
         result.metadata[VERSIONS_KEY] = versions
 
 
 def around_generate(original: Callable, tokenizer_manager: TokenizerManager, obj: Any, request: Any = None):
-    """Around ``TokenizerManager.generate_request``: let a stream of an OpenAI route see the spans."""
+    """Lets a stream of an OpenAI route see the spans; runs around ``TokenizerManager.generate_request``."""
     stream = original(tokenizer_manager, obj, request)
     versions = getattr(obj, VERSIONS_KEY, None)
     return stream if versions is None else _noting_versions(stream, versions)
 
 
 def around_chat_stream(original: Callable, serving: Any, adapted_request: Any, request: Any, raw_request: Any):
-    """Around ``OpenAIServingChat._generate_chat_stream``: send the spans before the end."""
+    """Sends the spans before the end; runs around ``OpenAIServingChat._generate_chat_stream``."""
     return _openai_stream("chat.completion.chunk", original, serving, adapted_request, request, raw_request)
 
 
 def around_completion_stream(original: Callable, serving: Any, adapted_request: Any, request: Any, raw_request: Any):
-    """Around ``OpenAIServingCompletion._generate_completion_stream``: send the spans before the end."""
+    """Sends the spans before the end; runs around ``OpenAIServingCompletion._generate_completion_stream``."""
     return _openai_stream("text_completion", original, serving, adapted_request, request, raw_request)
 
 

@@ -1,9 +1,9 @@
-"""``"orbit_version"`` in the body of a generation request.
+"""This module takes ``"orbit_version"`` out of the body of a generation request.
 
 SGLang 0.5.12 drops keys that its request models do not declare, and the models are frozen into the routes when
 ``http_server`` is imported, before or after the plugin. So the key moves, ahead of the routes, to the field that does
-reach the scheduler: ``custom_params``, inside ``sampling_params`` for the native route. The other generation routes build
-their sampling parameters from fields of their own and would drop it, so they refuse the key.
+reach the scheduler: ``custom_params``, inside ``sampling_params`` for the native route. The other generation routes
+build their sampling parameters from fields of their own and would drop it, so they refuse the key.
 """
 
 import json
@@ -31,13 +31,13 @@ OTHER_PATHS = (
 
 
 class VersionInBody:
-    """ASGI middleware; bodies without the key pass through unchanged."""
+    """``VersionInBody`` is an ASGI middleware; bodies without the key pass through unchanged."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Serves one request."""
         if scope["type"] == "http" and scope["path"] in (NATIVE_PATH, *OPENAI_PATHS, *OTHER_PATHS):
             body, disconnected = await _read(receive)
             try:
@@ -55,7 +55,7 @@ class VersionInBody:
 
 
 def move_version(body: bytes, path: str) -> bytes:
-    """The body with a top-level ``orbit_version`` moved to where the scheduler finds it.
+    """Returns the body with a top-level ``orbit_version`` moved to where the scheduler finds it.
 
     Raises:
         ValueError: the route has no place for it, or ``sampling_params`` or ``custom_params`` is no object.
@@ -79,7 +79,7 @@ def move_version(body: bytes, path: str) -> bytes:
 
 
 def _has_key(value: Any) -> bool:
-    """Whether the key occurs in a JSON value, at any depth."""
+    """Returns whether the key occurs in a JSON value, at any depth."""
     if isinstance(value, dict):
         return REQUESTED_VERSION_KEY in value or any(_has_key(item) for item in value.values())
     return isinstance(value, list) and any(_has_key(item) for item in value)

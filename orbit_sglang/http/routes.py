@@ -1,4 +1,4 @@
-"""The HTTP routes of the slots, on SGLang's own application."""
+"""This module adds the HTTP routes of the slots to SGLang's own application."""
 
 import json
 import reprlib
@@ -24,15 +24,15 @@ from orbit_sglang.startup.options import SlotsConfig
 
 
 class Routes:
-    """The endpoints: a method for each route of the contract, by its name."""
+    """``Routes`` are the endpoints: there is a method for each route of the contract, by its name."""
 
     def __init__(self, frontend: Frontend):
         self._frontend = frontend
 
     def add_to(self, app: FastAPI) -> None:
-        """Add each endpoint to an application; those that need a key are what SGLang's own admin routes are.
+        """Adds each endpoint to an application; those that need a key are what SGLang's own admin routes are.
 
-        Not as a router: SGLang 0.5.12's metrics middleware reads ``path`` from every route
+        They are not added as a router: SGLang 0.5.12's metrics middleware reads ``path`` from every route
         (``srt/utils/common.py::_get_fastapi_request_path``), which a router included by FastAPI no longer has.
         """
         for route in routes.ROUTES:
@@ -42,19 +42,19 @@ class Routes:
             app.add_api_route(route.path, endpoint, methods=[route.method], **described(route))
 
     async def status(self) -> Response:
-        """Slots, versions, requests per version and counters."""
+        """Returns slots, versions, requests per version and counters."""
         return await _answer(lambda: self._frontend.call(messages.StatusRequest()))
 
     async def base(self) -> Response:
-        """The manifest of the frozen base, as it was loaded."""
+        """Returns the manifest of the frozen base, as it was loaded."""
         return await _answer(lambda: self._frontend.call(messages.BaseManifestRequest()))
 
     async def stage(self, request: Request) -> Response:
-        """Place the body's adapter in an inactive slot."""
+        """Places the body's adapter in an inactive slot."""
         return await _answer(lambda: self._frontend.stage(_query_version(request), request.stream()))
 
     async def activate(self, request: Request) -> Response:
-        """Make a staged version the one that new requests get."""
+        """Makes a staged version the one that new requests get."""
 
         async def operation() -> dict[str, Any]:
             body = await _json_object(request, routes.ACTIVATE)
@@ -64,7 +64,7 @@ class Routes:
         return await _answer(operation)
 
     async def rollback(self, request: Request) -> Response:
-        """Go back to an older version, by default the one before."""
+        """Goes back to an older version, by default the one before."""
 
         async def operation() -> dict[str, Any]:
             body = await _json_object(request, routes.ROLLBACK)
@@ -74,11 +74,11 @@ class Routes:
         return await _answer(operation)
 
     async def discard(self) -> Response:
-        """Empty the inactive slots."""
+        """Empties the inactive slots."""
         return await _answer(lambda: self._frontend.call(messages.DiscardRequest()))
 
     async def adapter(self, request: Request) -> Response:
-        """The payload of a version, as it was staged."""
+        """Returns the payload of a version, as it was staged."""
         try:
             path = await self._frontend.payload(_query_version(request))
         except Refusal as refusal:
@@ -87,7 +87,7 @@ class Routes:
 
 
 def install(result: None, tokenizer_manager: TokenizerManager) -> None:
-    """After ``TokenizerManager.init_request_dispatcher``: add replies, routes and the request's version."""
+    """Adds replies, routes and the request's version; runs after ``TokenizerManager.init_request_dispatcher``."""
     if not tokenizer_manager.server_args.enable_orbit_slots:
         return
     from sglang.srt.entrypoints.http_server import app

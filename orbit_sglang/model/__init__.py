@@ -1,1 +1,1 @@
-"""The model with its slots, in the scheduler process."""
+"""This package is the model with its slots, in the scheduler process."""

@@ -1,4 +1,4 @@
-"""The forward pass: which slot each token uses, and the version that each generated token reports."""
+"""This module tells the forward pass which slot each token uses, and which version each generated token reports."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,19 +15,22 @@ from orbit_sglang.startup.options import SlotsConfig
 
 @dataclasses.dataclass(frozen=True)
 class BatchVersions:
-    """Slot and version of each request of a batch, as they were when the batch was launched."""
+    """``BatchVersions`` are the slot and version of each request of a batch, as they were when it was launched."""
 
     slots: list[int]
     versions: list[int]
 
 
 def most_tokens(server_args: ServerArgs, context_length: int) -> int:
-    """Tokens that one forward pass has at most: SGLang lets the last prompt of a prefill exceed the limit."""
+    """Returns the most tokens that one forward pass has.
+
+    SGLang lets the last prompt of a prefill exceed the limit.
+    """
     return context_length + max(server_args.max_prefill_tokens, server_args.chunked_prefill_size or 0)
 
 
 def after_load_model(result: None, runner: ModelRunner) -> None:
-    """After ``ModelRunner.load_model``: put the slots beside the linears."""
+    """Puts the slots beside the linears; runs after ``ModelRunner.load_model``."""
     if not runner.server_args.enable_orbit_slots:
         return
     server_args = runner.server_args
@@ -38,14 +41,17 @@ def after_load_model(result: None, runner: ModelRunner) -> None:
 
 
 def after_init_new(result: ForwardBatch, cls: type, batch: Any, model_runner: ModelRunner) -> None:
-    """After ``ForwardBatch.init_new``: remember slots and versions; requests may move before the pass has ended."""
+    """Remembers slots and versions; runs after ``ForwardBatch.init_new``.
+
+    Requests may move before the pass has ended.
+    """
     if model_runner.server_args.enable_orbit_slots and batch.reqs:
         pins = [req.orbit for req in batch.reqs]
         result.orbit = BatchVersions([pin.slot for pin in pins], [pin.version for pin in pins])
 
 
 def around_forward(original: Callable, runner: ModelRunner, forward_batch: ForwardBatch, *args: Any, **kwargs: Any):
-    """Around ``ModelRunner.forward``: run with the slots of the batch, and attach its versions to the logits."""
+    """Runs the pass with its batch's slots, and gives its logits the versions; runs around ``ModelRunner.forward``."""
     batch = getattr(forward_batch, "orbit", None)
     if batch is None:
         return original(runner, forward_batch, *args, **kwargs)

@@ -1,4 +1,7 @@
-"""Multi-head latent attention of DeepSeek-V3 and Kimi-K2 (SGLang's ``DeepseekV2AttentionMLA``), on every device."""
+"""This module adapts the latent attention of DeepSeek-V3 and Kimi-K2, on every device.
+
+It is SGLang's ``DeepseekV2AttentionMLA``, multi-head latent attention.
+"""
 
 from typing import Any
 
@@ -8,7 +11,7 @@ from orbit_sglang.startup.enabled import slots_enabled
 
 
 def after_init(result: None, attention: DeepseekV2AttentionMLA, *args: Any, **kwargs: Any) -> None:
-    """After ``__init__``: both latents' projections are known as parts of the one linear that SGLang makes of them."""
+    """Names both latents' projections as parts of the one linear that SGLang makes of them; runs after ``__init__``."""
     if not (attention.has_fused_proj and slots_enabled()):
         return
     layer = attention.fused_qkv_a_proj_with_mqa

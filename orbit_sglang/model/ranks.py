@@ -1,4 +1,7 @@
-"""Agreement among the ranks of one server. Their schedulers take the same requests in the same iterations."""
+"""This module lets the ranks of one server agree.
+
+Their schedulers take the same requests in the same iterations.
+"""
 
 from typing import Any
 
@@ -8,7 +11,9 @@ from sglang.srt.distributed.parallel_state import GroupCoordinator
 
 
 class ServerRanks:
-    """Collective calls: every rank makes the same ones in the same order, at the same iteration of its scheduler.
+    """``ServerRanks`` makes collective calls.
+
+    Every rank makes the same ones in the same order, at the same iteration of its scheduler.
 
     Args:
         group: SGLang's tensor-parallel group.
@@ -19,7 +24,7 @@ class ServerRanks:
         self.is_first = group.rank_in_group == 0
 
     def all(self, here: bool) -> bool:
-        """Whether it is so on every rank."""
+        """Returns whether ``here`` is true on every rank."""
         if self._size == 1:
             return here
         flag = torch.tensor(here, dtype=torch.int32)
@@ -27,7 +32,7 @@ class ServerRanks:
         return bool(flag)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank; of one rank without a copy."""
+        """Returns every rank's value, by rank; that of a single rank is not copied."""
         if self._size == 1:
             return [value]
         values = [None] * self._size

@@ -1,4 +1,4 @@
-"""What one rank of a server holds of each linear, under SGLang's tensor parallelism."""
+"""This module says what one rank of a server holds of each linear, under SGLang's tensor parallelism."""
 
 from sglang.srt.layers.linear import ColumnParallelLinear, LinearBase, QKVParallelLinear, RowParallelLinear
 
@@ -7,7 +7,10 @@ from orbit_sglang.model.naming import part_names
 
 
 def shares(module: str, layer: LinearBase) -> dict[str, Share]:
-    """This rank's share of each linear behind one of SGLang's, by Hugging Face name, in the order of their rows."""
+    """Returns this rank's share of each linear behind one of SGLang's.
+
+    They are given by Hugging Face name, in the order of their rows.
+    """
     parts = part_names(module)
     columns = range(layer.input_size)
     if isinstance(layer, RowParallelLinear):
@@ -29,7 +32,7 @@ def shares(module: str, layer: LinearBase) -> dict[str, Share]:
 
 
 def _part_rows(layer: ColumnParallelLinear, num_parts: int) -> list[int]:
-    """Rows of each part on one rank."""
+    """Returns the rows of each part on one rank."""
     return list(layer.output_partition_sizes) if num_parts > 1 else [layer.output_size_per_partition]
 
 

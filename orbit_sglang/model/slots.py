@@ -1,4 +1,4 @@
-"""Two adapter slots beside the frozen linears of a running model."""
+"""This module puts two adapter slots beside the frozen linears of a running model."""
 
 import collections
 import logging
@@ -33,7 +33,7 @@ SLOTTED_LINEARS = (*FUSED_PARTS, "o_proj", "down_proj", "q_proj", "q_b_proj", "k
 
 
 class PreparedAdapter:
-    """An accepted adapter, with what its slot is to hold computed and not yet written."""
+    """A ``PreparedAdapter`` is an accepted adapter, with what its slot is to hold computed and not yet written."""
 
     def __init__(self, adapter: Adapter, linears: Sequence[SlottedLinear]):
         self.adapter = adapter
@@ -41,7 +41,7 @@ class PreparedAdapter:
         self._prepared = type(linears[0]).prepare(linears, adapter)
 
     def write(self, slot: int) -> None:
-        """Place it in a slot that no request uses."""
+        """Places it in a slot that no request uses."""
         # A stream of its own: the copies run beside the forward passes, which use the other slot.
         stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         with torch.cuda.stream(stream):
@@ -50,13 +50,13 @@ class PreparedAdapter:
             stream.synchronize()
 
     def module_counts(self) -> dict[str, int]:
-        """Adapted linears by Hugging Face leaf name."""
+        """Counts the adapted linears by Hugging Face leaf name."""
         leaves = (module.rsplit(".", 1)[-1] for module in self.adapter.modules())
         return dict(sorted(collections.Counter(leaves).items()))
 
 
 class SlotBank:
-    """Every linear of one model that can carry an adapter.
+    """A ``SlotBank`` holds every linear of one model that can carry an adapter.
 
     Args:
         model: SGLang's model, loaded.
@@ -106,7 +106,7 @@ class SlotBank:
         )
 
     def prepare(self, payload: bytes) -> PreparedAdapter:
-        """Read and check a payload, and compute what its slot needs; touches no slot.
+        """Reads and checks a payload, and computes what its slot needs; it touches no slot.
 
         Raises:
             AdapterError: the payload does not fit this model or these slots; all problems listed.
@@ -125,7 +125,10 @@ class SlotBank:
             AdaptedLayer(linear, layer, self.batch)
 
     def _add_latent(self, parts: dict[str, Share], attention: DeepseekV2AttentionMLA) -> None:
-        """An adapter of ``kv_b_proj`` that acts on its input; one of its output would change what all slots absorbed."""
+        """Adds an adapter of ``kv_b_proj`` that acts on its input.
+
+        One of its output would change what all slots absorbed.
+        """
         linear = self._slotted(parts) if self._config.method.acts_on_input else None
         if linear is not None:
             AdaptedLatent(linear, attention.kv_a_layernorm, self.batch)
@@ -144,7 +147,7 @@ class SlotBank:
         method.adapter = SlottedExperts(found, self.batch)
 
     def _add_experts_input(self, name: str, layer: FusedMoE) -> None:
-        """What acts on the input of all experts of a layer, in front of SGLang's own kernels."""
+        """Adds what acts on the input of all experts of a layer, in front of SGLang's own kernels."""
         if self._config.experts != "common":
             return
         share = Share.whole(layer.intermediate_size_per_partition * layer.moe_tp_size, layer.hidden_size)
@@ -153,7 +156,10 @@ class SlotBank:
             AdaptedExpertsInput(linear, layer, self.batch)
 
     def _slotted(self, parts: dict[str, Share]) -> SlottedLinear | None:
-        """Slots for this rank's share of a linear; None, with a warning, where the method cannot adapt the linear."""
+        """Returns slots for this rank's share of a linear.
+
+        Where the method cannot adapt the linear it warns and returns None.
+        """
         config = self._config
         self._shapes |= {part: share.shape for part, share in parts.items()}
         try:

@@ -1,4 +1,4 @@
-"""Routed experts that are held as the checkpoint stores them, whatever computes with them."""
+"""This module keeps routed experts as the checkpoint stores them, whatever computes with them."""
 
 import abc
 from collections.abc import Iterator
@@ -12,7 +12,9 @@ from orbit_kernels.linears.share import Share
 
 
 class StoredExperts(FusedMoEMethodBase):
-    """A method of SGLang's for the experts of one layer that keeps their tensors and takes an adapter.
+    """A ``StoredExperts`` is a method of SGLang's for the experts of one layer.
+
+    It keeps their tensors and takes an adapter.
 
     Attributes:
         adapter: what happens around the products.
@@ -23,12 +25,12 @@ class StoredExperts(FusedMoEMethodBase):
     @property
     @abc.abstractmethod
     def groups(self) -> tuple[tuple[str, ...], ...]:
-        """Projections that are multiplied as one."""
+        """Returns the projections that are multiplied as one."""
 
     @abc.abstractmethod
     def linear(self, group: tuple[str, ...], expert: int | None) -> dict[str, Share]:
-        """Fused projections by name, of one expert, or with None of what all share."""
+        """Returns fused projections by name, of one expert, or with None of what all share."""
 
     @abc.abstractmethod
     def stored_by_name(self, layer: torch.nn.Module) -> Iterator[tuple[str, StoredWeight]]:
-        """Every expert's projections by their names in the checkpoint."""
+        """Yields every expert's projections by their names in the checkpoint."""

@@ -1,11 +1,12 @@
-"""SGLang's record of routed experts (``--enable-return-routed-experts``), on a CPU and across retractions.
+"""This module keeps SGLang's record of routed experts on a CPU and across retractions.
 
-SGLang writes the experts of every token beside the token's place in the KV cache, whichever forward pass that was, and reads
-them there when the request ends. So a token found in the prefix cache has the record of the pass that computed it, which is
-one of the same version (``SlotScheduler.admit``).
+The option ``--enable-return-routed-experts`` asks for it. SGLang writes the experts of every token beside the token's
+place in the KV cache, whichever forward pass that was, and reads them there when the request ends. So a token found in
+the prefix cache has the record of the pass that computed it, which is one of the same version
+(``SlotScheduler.admit``).
 
-A request that is retracted loses its places. Its tokens are computed again, maybe with another version, but their log-probs
-were reported long before: the record that they had then is kept.
+A request that is retracted loses its places. Its tokens are computed again, maybe with another version, but their
+log-probs were reported long before: the record that they had then is kept.
 """
 
 from collections.abc import Callable
@@ -25,10 +26,10 @@ _KEPT = "orbit_routed_experts"
 def around_capturer(
     original: Callable, capturer: RoutedExpertsCapturer, model_config: Any, *, max_running_requests: int, **kwargs: Any
 ) -> None:
-    """Around ``RoutedExpertsCapturer.__init__``: room for a whole batch where prompts are not taken in chunks.
+    """Makes room for a whole batch where prompts are not taken in chunks.
 
-    SGLang 0.5.12 sizes its buffer by ``chunked_prefill_size``, which is -1 then
-    (``state_capturer/routed_experts.py::RoutedExpertsCapturer.__init__``).
+    It runs around ``RoutedExpertsCapturer.__init__``. SGLang 0.5.12 sizes its buffer by ``chunked_prefill_size``, which
+    is -1 then (``state_capturer/routed_experts.py::RoutedExpertsCapturer.__init__``).
 
     Raises:
         ValueError: the model has no experts.
@@ -44,7 +45,7 @@ def around_capturer(
 
 
 def before_release(batch: ScheduleBatch, idx: int, *args: Any, **kwargs: Any) -> None:
-    """Before ``ScheduleBatch.release_req``: keep the record of a request that is retracted."""
+    """Keeps the record of a request that is retracted; runs before ``ScheduleBatch.release_req``."""
     req, capturer = batch.reqs[idx], get_global_experts_capturer()
     if _is_in_use() and req.return_routed_experts and capturer is not None:
         record = capturer.get_topk(req.req_pool_idx, req.seqlen, batch.req_to_token_pool)
@@ -52,13 +53,16 @@ def before_release(batch: ScheduleBatch, idx: int, *args: Any, **kwargs: Any) ->
 
 
 def after_collect(result: None, scheduler: Scheduler, req: Req) -> None:
-    """After ``Scheduler.maybe_collect_routed_experts``: tokens have the record that they had before a retraction."""
+    """Gives tokens the record that they had before a retraction.
+
+    It runs after ``Scheduler.maybe_collect_routed_experts``.
+    """
     if _is_in_use() and req.routed_experts is not None:
         req.routed_experts = _with_kept(req.routed_experts, req, req.routed_experts_start_len)
 
 
 def _with_kept(record: torch.Tensor, req: Req, start: int) -> torch.Tensor:
-    """The record of a request from token ``start`` on, its first rows replaced by those that were kept."""
+    """Returns the record of a request from token ``start`` on, its first rows replaced by those that were kept."""
     kept = getattr(req, _KEPT, record[:0])[start:]
     return torch.cat([kept, record[len(kept) :]])
 

@@ -1,7 +1,8 @@
-"""Sampling with a seed per request (``--orbit-seeded-sampling``), so that a rollout can be repeated token by token.
+"""This module samples with a seed per request, so that a rollout can be repeated token by token.
 
-SGLang 0.5.12 honours ``sampling_seed`` only under ``--enable-deterministic-inference``, which refuses every attention
-backend that a CPU has. Its seeded sampler is used as it is.
+The option ``--orbit-seeded-sampling`` asks for it. SGLang 0.5.12 honours ``sampling_seed`` only under
+``--enable-deterministic-inference``, which refuses every attention backend that a CPU has. Its seeded sampler is used
+as it is.
 """
 
 import functools
@@ -14,7 +15,7 @@ from sglang.srt.server_args import get_global_server_args
 
 
 def after_from_schedule_batch(result: SamplingBatchInfo, cls: type, batch: ScheduleBatch, vocab_size: int) -> None:
-    """After ``SamplingBatchInfo.from_schedule_batch``: one seed a request, drawn for those that bring none."""
+    """Gives each request a seed, drawn if it brings none; runs after ``SamplingBatchInfo.from_schedule_batch``."""
     if not get_global_server_args().orbit_seeded_sampling:
         return
     seeds = []

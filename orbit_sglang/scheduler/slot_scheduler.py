@@ -1,6 +1,7 @@
-"""Control inside SGLang's scheduler process: the version of every request, and the operations on the slots.
+"""This is the control inside SGLang's scheduler process.
 
-Everything here runs on the scheduler's own thread, between two batches, so no lock is needed.
+It holds the version of every request, and the operations on the slots. Everything here runs on the scheduler's own
+thread, between two batches, so no lock is needed.
 """
 
 import collections
@@ -36,9 +37,9 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class RequestVersion:
-    """The version that a request generates with, kept on SGLang's ``Req`` as ``orbit``.
+    """A ``RequestVersion`` is the version that a request generates with, kept on SGLang's ``Req`` as ``orbit``.
 
-    ``chosen`` when the request named it: it then never moves to another one.
+    ``chosen`` is true when the request named it: it then never moves to another one.
     """
 
     version: int
@@ -48,12 +49,15 @@ class RequestVersion:
 
     @property
     def extra_key(self) -> str:
-        """Namespace of the prefix cache: no entry of another version can match."""
+        """Returns the namespace of the prefix cache, in which no entry of another version can match."""
         return f"orbit:{self.version}|{self.base_key or ''}"
 
 
 class SlotScheduler:
-    """The slots of one scheduler. The ranks of a server have one each, and all take the same steps."""
+    """A ``SlotScheduler`` has the slots of one scheduler.
+
+    The ranks of a server have one each, and all take the same steps.
+    """
 
     def __init__(self, scheduler: Scheduler, bank: SlotBank, config: SlotsConfig, ranks: ServerRanks):
         self._scheduler = scheduler
@@ -70,7 +74,7 @@ class SlotScheduler:
         self._busy_since: float | None = None
 
     def handlers(self) -> TypeBasedDispatcher:
-        """Handlers by message type, for the scheduler's dispatcher."""
+        """Returns the handlers by message type, for the scheduler's dispatcher."""
         return TypeBasedDispatcher(
             [
                 (messages.StatusRequest, self._guarded(self._status)),
@@ -83,7 +87,7 @@ class SlotScheduler:
         )
 
     def admit(self, req: Req) -> None:
-        """Give a request that enters the waiting queue its version and its namespace of the prefix cache.
+        """Gives a request that enters the waiting queue its version and its namespace of the prefix cache.
 
         A request that comes back (retracted) keeps its version. Its KV cache is gone and will be recomputed with that
         version alone, so it may enter the prefix cache again.
@@ -95,7 +99,7 @@ class SlotScheduler:
         req.extra_key = req.orbit.extra_key
 
     def poll(self) -> None:
-        """Finish what was waiting for another thread or for a prefill; called once per scheduler iteration."""
+        """Finishes what was waiting for another thread or for a prefill; it is called once per scheduler iteration."""
         self._count_busy_time()
         if self._switching:
             self._switch_prefilled()
@@ -113,7 +117,7 @@ class SlotScheduler:
 
     @property
     def is_staging(self) -> bool:
-        """Whether a staging waits for ``poll`` to notice its end."""
+        """Returns whether a staging waits for ``poll`` to notice its end."""
         return self._job is not None
 
     def _choose(self, req: Req) -> RequestVersion:
@@ -214,7 +218,10 @@ class SlotScheduler:
         return Discarded(discarded=self._versions.discard(self._in_use()))
 
     def _move_requests(self, event: str, inflight: InflightMode, start: float) -> Activated:
-        """Requests that have not started take the active version; started ones too when they are to switch."""
+        """Gives requests that have not started the active version.
+
+        Started ones take it too when they are to switch.
+        """
         started = self._started_requests()
         for req in self._scheduler.waiting_queue:
             if inflight == "switch" or not req.output_ids:
@@ -235,7 +242,7 @@ class SlotScheduler:
         return Activated(active_version=version, pause_ms=self._last_pause_ms, busy_s=self._busy_s, requests=in_use)
 
     def _log(self, event: str, **fields: Any) -> None:
-        """One line per event, its fields as JSON."""
+        """Logs one line per event, its fields as JSON."""
         if self._ranks.is_first:
             logger.info("orbit: %s %s", event, json.dumps(fields))
 
@@ -247,12 +254,12 @@ class SlotScheduler:
         return True
 
     def _switch(self, req: Req) -> None:
-        """Move a request whose KV cache holds another version: its cache must not be shared with anyone."""
+        """Moves a request whose KV cache holds another version: its cache must not be shared with anyone."""
         if self._move(req):
             req.skip_radix_cache_insert = True
 
     def _switch_prefilled(self) -> None:
-        """Switch requests whose chunked prefill has ended: SGLang carries a chunk to the next through the tree."""
+        """Switches requests whose chunked prefill has ended: SGLang carries a chunk to the next through the tree."""
         prefilling = self._scheduler.chunked_req
         for req in [req for req in self._switching if req is not prefilling]:
             self._switching.remove(req)
@@ -263,7 +270,7 @@ class SlotScheduler:
                 self._switch(req)
 
     def _started_requests(self) -> list[Req]:
-        """Unfinished requests that hold KV cache."""
+        """Returns the unfinished requests that hold KV cache."""
         scheduler = self._scheduler
         batches = (scheduler.running_batch, scheduler.last_batch, scheduler.cur_batch)
         reqs = {id(req): req for batch in batches if batch is not None for req in batch.reqs}
@@ -273,13 +280,13 @@ class SlotScheduler:
         return [req for key, req in reqs.items() if key not in waiting and not req.finished()]
 
     def _in_use(self) -> dict[int, int]:
-        """Requests, running and waiting, by version, in the versions' order."""
+        """Counts requests, running and waiting, by version, in the versions' order."""
         reqs: Iterable[Req] = [*self._started_requests(), *self._scheduler.waiting_queue]
         return dict(sorted(collections.Counter(req.orbit.version for req in reqs).items()))
 
 
 def install(result: None, scheduler: Scheduler) -> None:
-    """After ``Scheduler.init_request_dispatcher``: attach the slots to a scheduler that serves with them."""
+    """Attaches the slots to a scheduler that serves with them; runs after ``Scheduler.init_request_dispatcher``."""
     if not scheduler.server_args.enable_orbit_slots:
         return
     hooks.require_applied()
@@ -290,25 +297,25 @@ def install(result: None, scheduler: Scheduler) -> None:
 
 
 def before_queue(scheduler: Scheduler, req: Req, *args: Any, **kwargs: Any) -> None:
-    """Before ``Scheduler._add_request_to_queue``."""
+    """Admits a request; runs before ``Scheduler._add_request_to_queue``."""
     if scheduler.server_args.enable_orbit_slots:
         scheduler.orbit.admit(req)
 
 
 def after_input(result: None, scheduler: Scheduler, recv_reqs: list) -> None:
-    """After ``Scheduler.process_input_requests``."""
+    """Polls the slots; runs after ``Scheduler.process_input_requests``."""
     if scheduler.server_args.enable_orbit_slots:
         scheduler.orbit.poll()
 
 
 def around_sleep(original: Callable, scheduler: Scheduler) -> None:
-    """Around ``Scheduler.maybe_sleep_on_idle``: an idle scheduler stays awake until a staging has ended."""
+    """Keeps an idle scheduler awake until a staging has ended; runs around ``Scheduler.maybe_sleep_on_idle``."""
     if not (scheduler.server_args.enable_orbit_slots and scheduler.orbit.is_staging):
         original(scheduler)
 
 
 def after_init_info(result: dict[str, Any], scheduler: Scheduler) -> dict[str, Any]:
-    """After ``Scheduler.get_init_info``: tell the main process that the slots are in place."""
+    """Tells the main process that the slots are in place; runs after ``Scheduler.get_init_info``."""
     if not scheduler.server_args.enable_orbit_slots:
         return result
     return {**result, messages.INIT_INFO_KEY: True}

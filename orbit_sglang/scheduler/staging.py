@@ -1,4 +1,4 @@
-"""Placing one adapter version in a slot, on a thread beside the scheduler's loop."""
+"""This module places one adapter version in a slot, on a thread beside the scheduler's loop."""
 
 import dataclasses
 import logging
@@ -18,22 +18,22 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class StageFailure:
-    """Why a staging failed; ``problems`` when the payload itself was refused."""
+    """A ``StageFailure`` says why a staging failed; it has ``problems`` when the payload itself was refused."""
 
     message: str
     problems: list[str] | None = None
 
     @property
     def code(self) -> ErrorCode:
-        """What the answer calls it."""
+        """Returns what the answer calls it."""
         return ErrorCode.STAGE_FAILED if self.problems is None else ErrorCode.ADAPTER_REFUSED
 
 
 @dataclasses.dataclass
 class StageOutcome:
-    """How a staging ended on one rank, or on all: ``staged`` or ``failure``.
+    """A ``StageOutcome`` says how a staging ended on one rank, or on all: it has ``staged`` or ``failure``.
 
-    ``overwritten`` when the slot's earlier content is gone; ``seconds`` is the time that it took.
+    ``overwritten`` is true when the slot's earlier content is gone; ``seconds`` is the time that it took.
     """
 
     staged: StagedAdapter | None = None
@@ -43,7 +43,7 @@ class StageOutcome:
 
     @classmethod
     def of_ranks(cls, outcomes: Sequence["StageOutcome"]) -> "StageOutcome":
-        """The outcome for all ranks of a server: staged on every one, or failed."""
+        """Returns the outcome for all ranks of a server: it is staged on every one, or failed."""
         failed = next(((rank, outcome) for rank, outcome in enumerate(outcomes) if outcome.failure), None)
         staged, failure = outcomes[0].staged, None
         if failed is not None:
@@ -59,10 +59,10 @@ class StageOutcome:
 
 
 class StageJob:
-    """Reads, checks and writes a payload. The slot is written only after every check has passed.
+    """A ``StageJob`` reads, checks and writes a payload.
 
-    The thread keeps the priority of the others: one that is lower loses its core while it holds Python's lock, and the
-    scheduler's loop then waits for both.
+    The slot is written only after every check has passed. The thread keeps the priority of the others: one that is
+    lower loses its core while it holds Python's lock, and the scheduler's loop then waits for both.
 
     The scheduler polls ``done`` and then reads ``outcome``; until then only the job touches the slot.
     """
@@ -75,12 +75,12 @@ class StageJob:
         self._thread = threading.Thread(target=self._run, name="orbit-stage", daemon=True)
 
     def start(self) -> None:
-        """Begin; returns at once."""
+        """Begins the job, and returns at once."""
         self._thread.start()
 
     @property
     def done(self) -> bool:
-        """Whether the job has ended, well or not."""
+        """Returns whether the job has ended, well or not."""
         return not self._thread.is_alive()
 
     def _run(self) -> None:

@@ -1,7 +1,8 @@
-"""Which adapter version each slot holds, and which one is active. Importable without torch or SGLang.
+"""This module knows which adapter version each slot holds, and which one is active.
 
-Version 0 is the base model with the adapter off. It needs no slot, is always available and is active at the start.
-Two slots hold versions above 0; a version that was staged once is never accepted again.
+It is importable without torch or SGLang. Version 0 is the base model with the adapter off. It needs no slot, is always
+available and is active at the start. Two slots hold versions above 0; a version that was staged once is never accepted
+again.
 """
 
 from collections.abc import Mapping
@@ -13,7 +14,10 @@ from orbit_sglang.control.slots import BASE_SLOT, SLOTS
 
 
 class SlotVersions:
-    """The state machine of two slots. Not thread-safe: the scheduler's thread owns it."""
+    """``SlotVersions`` is the state machine of two slots.
+
+    It is not thread-safe: the scheduler's thread owns it.
+    """
 
     def __init__(self):
         self.active_version = BASE_VERSION
@@ -25,12 +29,12 @@ class SlotVersions:
 
     @property
     def versions(self) -> list[int]:
-        """Versions that a request may use now, ascending."""
+        """Returns the versions that a request may use now, ascending."""
         held = (adapter.version for slot, adapter in self._held.items() if adapter and slot != self._staging_slot)
         return sorted([BASE_VERSION, *held])
 
     def slot_of(self, version: int) -> int | None:
-        """The slot of a version that a request may use now; None when there is none."""
+        """Returns the slot of a version that a request may use now, or None when there is none."""
         if version == BASE_VERSION:
             return BASE_SLOT
         for slot, adapter in self._held.items():
@@ -39,7 +43,9 @@ class SlotVersions:
         return None
 
     def begin_stage(self, version: int, in_use: Mapping[int, int]) -> int:
-        """Reserve a slot for a new version: an empty one first, else the older inactive one that no request uses.
+        """Reserves a slot for a new version.
+
+        It takes an empty one first, else the older inactive one that no request uses.
 
         Args:
             version: the new version.
@@ -57,21 +63,21 @@ class SlotVersions:
         return slot
 
     def finish_stage(self, adapter: StagedAdapter) -> None:
-        """The reserved slot now holds ``adapter``."""
+        """Records that the reserved slot now holds ``adapter``."""
         assert self._staging_slot is not None and adapter.version == self.staging_version
         self._held[self._staging_slot] = adapter
         self.highest_seen = adapter.version
         self.staging_version = self._staging_slot = None
 
     def fail_stage(self, overwritten: bool) -> None:
-        """Give the reserved slot back; it is empty if its old content was already ``overwritten``."""
+        """Gives the reserved slot back; it is empty if its old content was already ``overwritten``."""
         assert self._staging_slot is not None
         if overwritten:
             self._held[self._staging_slot] = None
         self.staging_version = self._staging_slot = None
 
     def activate(self, version: int) -> None:
-        """Make a staged version the one that new requests get; no change when it already is.
+        """Makes a staged version the one that new requests get; it changes nothing when it already is.
 
         Raises:
             Refusal: the version is not staged, or is older than the active one.
@@ -87,7 +93,7 @@ class SlotVersions:
         self._rollback_version, self.active_version = self.active_version, version
 
     def rollback(self, version: int | None) -> int:
-        """Go back to an older version, by default the one that was active before; returns it.
+        """Goes back to an older version, by default the one that was active before, and returns it.
 
         Raises:
             Refusal: no slot holds that version any more, it is newer, or there is nothing to go back to.
@@ -110,7 +116,7 @@ class SlotVersions:
         return target
 
     def discard(self, in_use: Mapping[int, int]) -> list[int]:
-        """Empty every inactive slot; returns the versions dropped.
+        """Empties every inactive slot, and returns the versions dropped.
 
         Raises:
             Refusal: staging is in progress, or requests use an inactive version.
@@ -126,7 +132,7 @@ class SlotVersions:
         return sorted(inactive.values())
 
     def describe(self) -> list[EmptySlot | FilledSlot]:
-        """One entry per slot for the status route."""
+        """Returns one entry per slot for the status route."""
         return [self._describe_slot(slot) for slot in SLOTS]
 
     def _describe_slot(self, slot: int) -> EmptySlot | FilledSlot:

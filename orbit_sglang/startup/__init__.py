@@ -1,1 +1,1 @@
-"""Start-up: options, flags, and what is held against the checkpoint before anything is allocated."""
+"""This package is the start-up: it has options, flags, and checks of the checkpoint before anything is allocated."""

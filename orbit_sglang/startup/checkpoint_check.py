@@ -1,4 +1,4 @@
-"""What is held against the checkpoint's headers and scales before a server allocates anything."""
+"""This module checks the checkpoint's headers and scales before a server allocates anything."""
 
 import copy
 import logging
@@ -34,16 +34,16 @@ STACKED_EXPERTS = {"gate_up_proj": GATE_UP, "down_proj": ("down_proj",)}
 
 
 def check_checkpoint(model_path: str, device: str) -> None:
-    """Refuse a checkpoint that would be served wrongly.
+    """Refuses a checkpoint that would be served wrongly.
 
     Args:
         model_path: a local folder.
         device: where the server computes.
 
     Raises:
-        ValueError: the quantisation is not implemented or not on this device, or tensors are missing, superfluous, of another
-            shape or dtype, truncated, or hold impossible scales; all are listed by name. On a GPU also NVFP4 linears that are
-            fused into one and differ in their global scale.
+        ValueError: the quantisation is not implemented or not on this device, or tensors are missing, superfluous, of
+            another shape or dtype, truncated, or hold impossible scales; all are listed by name. On a GPU also NVFP4
+            linears that are fused into one and differ in their global scale.
     """
     scheme = read_scheme(model_path)
     fields = read_config(model_path)
@@ -70,7 +70,10 @@ def check_checkpoint(model_path: str, device: str) -> None:
 
 
 def _check_attention(fields: Mapping[str, Any]) -> None:
-    """Refuse attention over chosen tokens: the indexer reads latents that have an adapter's rotation, and was not compared."""
+    """Refuses attention over chosen tokens.
+
+    Its indexer reads latents that have an adapter's rotation, and was not compared.
+    """
     text = language_config(fields)
     if text.get("index_topk") is not None:
         raise ValueError(
@@ -80,7 +83,7 @@ def _check_attention(fields: Mapping[str, Any]) -> None:
 
 
 def _language_config(model_path: str, fields: Mapping[str, Any]) -> PretrainedConfig:
-    """transformers' configuration of the language model; it knows Kimi-K2 as DeepSeek-V3.
+    """Returns transformers' configuration of the language model; it knows Kimi-K2 as DeepSeek-V3.
 
     Raises:
         ValueError: SGLang would compute another router than the published one, or fail to build any.
@@ -103,9 +106,9 @@ def _has_latents(model_type: str) -> bool:
 
 
 def _check_layers(config: PretrainedConfig) -> None:
-    """Refuse a Qwen3-MoE with dense layers, which SGLang 0.5.12 would not load: it builds experts in all of them.
+    """Refuses a Qwen3-MoE with dense layers, which SGLang 0.5.12 would not load.
 
-    See ``srt/models/qwen3_moe.py::"self.is_layer_sparse = True"``.
+    It builds experts in all of them (``srt/models/qwen3_moe.py::"self.is_layer_sparse = True"``).
     """
     if config.model_type != "qwen3_moe":
         return
@@ -117,9 +120,9 @@ def _check_layers(config: PretrainedConfig) -> None:
 
 
 def _check_cpu(config: PretrainedConfig) -> None:
-    """Refuse SGLang's operators for AMX, which read the weights of shared experts past their ``apply``.
+    """Refuses SGLang's operators for AMX, which read the weights of shared experts past their ``apply``.
 
-    See ``srt/models/deepseek_v2.py::DeepseekV2MoE.forward_cpu``.
+    They are called in ``srt/models/deepseek_v2.py::DeepseekV2MoE.forward_cpu``.
     """
     if _has_latents(config.model_type) and cpu_has_amx_support():
         raise ValueError(
@@ -129,7 +132,7 @@ def _check_cpu(config: PretrainedConfig) -> None:
 
 
 def _meta_model(config: PretrainedConfig) -> PreTrainedModel:
-    """The unquantised model with names and shapes but no weights."""
+    """Returns the unquantised model with names and shapes but no weights."""
     plain = copy.deepcopy(config)
     if hasattr(plain, "quantization_config"):
         del plain.quantization_config
@@ -146,7 +149,7 @@ def _quantized_linears(model: PreTrainedModel, prefix: str, scheme: BaseScheme) 
 
 
 def _check_device(formats: Mapping[str, WeightFormat], device: str) -> None:
-    """Refuse formats that SGLang 0.5.12 has no kernel for, and that only the CPU reference computes with."""
+    """Refuses formats that SGLang 0.5.12 has no kernel for, and that only the CPU reference computes with."""
     reference_only = {
         name: weight_format.describe() for name, weight_format in formats.items() if _needs_reference(weight_format)
     }
@@ -164,9 +167,10 @@ def _needs_reference(weight_format: WeightFormat) -> bool:
 
 
 def _check_global_scales(checkpoint: HFCheckpoint, formats: Mapping[str, WeightFormat], device: str) -> None:
-    """Refuse what SGLang 0.5.12 would compute with another weight.
+    """Refuses what SGLang 0.5.12 would compute with another weight.
 
-    It multiplies a fused linear by the largest of its parts' global scales (``modelopt_quant.py::ModelOptFp4LinearMethod.process_weights_after_loading``,
+    It multiplies a fused linear by the largest of its parts' global scales
+    (``modelopt_quant.py::ModelOptFp4LinearMethod.process_weights_after_loading``,
     ``compressed_tensors_w4a4_nvfp4.py::CompressedTensorsW4A4Fp4.process_weights_after_loading``).
     """
     for name, weight_format in formats.items():
@@ -183,13 +187,12 @@ def _check_global_scales(checkpoint: HFCheckpoint, formats: Mapping[str, WeightF
 
 
 def _check_latents(formats: Mapping[str, WeightFormat], device: str) -> None:
-    """Refuse what SGLang 0.5.12 has no code for on a GPU.
+    """Refuses what SGLang 0.5.12 has no code for on a GPU.
 
-    See ``deepseek_weight_loader.py::DeepseekV2WeightLoaderMixin.post_load_weights`` and
+    It absorbs ``kv_b_proj`` if that is plain or FP8, and fuses the projections of the latents if these have a
+    ``weight``. FP8 of other blocks than 128x128 it would quantise once more, by tensor. The code is
+    ``deepseek_weight_loader.py::DeepseekV2WeightLoaderMixin.post_load_weights`` and
     ``srt/models/deepseek_v2.py::DeepseekV2AttentionMLA.__init__``.
-
-    It absorbs ``kv_b_proj`` if that is plain or FP8, and fuses the projections of the latents if these have a ``weight``.
-    FP8 of other blocks than 128x128 it would quantise once more, by tensor.
     """
     for name, weight_format in formats.items():
         leaf = name.rsplit(".", 1)[-1]
@@ -206,7 +209,10 @@ def _check_latents(formats: Mapping[str, WeightFormat], device: str) -> None:
 def _expected_tensors(
     model: PreTrainedModel, prefix: str, quantized: Mapping[str, WeightFormat]
 ) -> dict[str, TensorSpec]:
-    """Every tensor of the checkpoint by name, a tied head only as the embeddings; plain ones of any width but bytes."""
+    """Returns every tensor of the checkpoint by name.
+
+    A tied head is there only as the embeddings; plain tensors may be of any width but bytes.
+    """
     expected = {
         name: TensorSpec(tuple(shape), torch.bfloat16, also=PLAIN_DTYPES)
         for name, shape in _tensors(model, prefix).items()
@@ -218,7 +224,10 @@ def _expected_tensors(
 
 
 def _tensors(model: PreTrainedModel, prefix: str) -> dict[str, torch.Size]:
-    """Shapes of the tensors by name; experts, which transformers 5 stacks, one by one as a file holds them."""
+    """Returns the shapes of the tensors by name.
+
+    Experts, which transformers 5 stacks, come one by one as a file holds them.
+    """
     biases = {name: value.shape for name, value in model.named_buffers() if name.endswith(ROUTER_BIAS)}
     shapes = {prefix + name: shape for name, shape in biases.items()}
     for name, value in model.named_parameters():

@@ -1,7 +1,7 @@
-"""The options of ``SlotsConfig`` and ``FrozenBaseConfig`` as fields of SGLang's ``ServerArgs`` and as command-line flags.
+"""This module makes the options fields of SGLang's ``ServerArgs`` and command-line flags.
 
-They are injected as dataclass fields, so that ``ServerArgs(**kwargs)``, ``from_cli_args``, ``dataclasses.fields`` and
-``dataclasses.replace`` all know them.
+They are those of ``SlotsConfig`` and ``FrozenBaseConfig``, and are injected as dataclass fields, so that
+``ServerArgs(**kwargs)``, ``from_cli_args``, ``dataclasses.fields`` and ``dataclasses.replace`` all know them.
 """
 
 import argparse
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flag:
-    """One field of ``ServerArgs`` and its command-line flag."""
+    """A ``Flag`` is one field of ``ServerArgs`` and its command-line flag."""
 
     field: str
     type: type
@@ -31,7 +31,7 @@ class Flag:
     choices: tuple[str, ...] | None = None
 
     def add_to(self, group: argparse._ArgumentGroup) -> None:
-        """Add the flag to a group of the command line."""
+        """Adds the flag to a group of the command line."""
         name = command_line(self.field)
         if self.type is bool:
             group.add_argument(name, action="store_true", help=self.help)
@@ -59,7 +59,7 @@ FLAGS = (
 
 
 def inject_fields() -> None:
-    """Make the flags fields of ``ServerArgs``; harmless when repeated."""
+    """Makes the flags fields of ``ServerArgs``; it is harmless when repeated."""
     for flag in FLAGS:
         if flag.field in ServerArgs.__dataclass_fields__:
             continue
@@ -71,7 +71,7 @@ def inject_fields() -> None:
 
 
 def around_init(original: Callable, server_args: ServerArgs, *args: Any, **kwargs: Any) -> None:
-    """Around ``ServerArgs.__init__``: take our arguments out, then check what slots cannot be combined with.
+    """Takes our arguments out, then checks what slots cannot be combined with; runs around ``ServerArgs.__init__``.
 
     Raises:
         ValueError: an option is out of range or cannot be combined with slots; all reasons listed.
@@ -95,7 +95,7 @@ def around_init(original: Callable, server_args: ServerArgs, *args: Any, **kwarg
 
 
 def after_add_cli_args(result: None, parser: argparse.ArgumentParser) -> None:
-    """After ``ServerArgs.add_cli_args``."""
+    """Adds the flags to the command line; runs after ``ServerArgs.add_cli_args``."""
     group = parser.add_argument_group("orbit")
     for flag in FLAGS:
         flag.add_to(group)

@@ -1,4 +1,4 @@
-"""Start-up of a server with slots: the checkpoint must be sound, and every process must prove its hooks."""
+"""This module starts a server with slots: the checkpoint must be sound, and every process must prove its hooks."""
 
 import socket
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from orbit_sglang.upstream import hooks
 
 
 def around_launch(original: Callable, cls: type, server_args: Any, *args: Any, **kwargs: Any) -> tuple:
-    """Around ``Engine._launch_subprocesses``.
+    """Checks the hooks and the checkpoint of a server with slots; runs around ``Engine._launch_subprocesses``.
 
     Raises:
         NotInPlaceError: a hook is not applied here or in a scheduler process.
@@ -31,7 +31,7 @@ def around_launch(original: Callable, cls: type, server_args: Any, *args: Any, *
 
 
 def before_launch_server(server_args: Any, *args: Any, **kwargs: Any) -> None:
-    """Before ``http_server.launch_server``: find out that the port is taken before the model is loaded.
+    """Finds out that the port is taken before the model is loaded; runs before ``http_server.launch_server``.
 
     Raises:
         OSError: the address cannot be listened on.

@@ -1,6 +1,6 @@
-"""Options of the slots and of the frozen base, and what they cannot be combined with yet.
+"""This module holds the options of the slots and of the frozen base, and what they cannot be combined with yet.
 
-Importable without torch or SGLang.
+It is importable without torch or SGLang.
 """
 
 import dataclasses
@@ -18,31 +18,31 @@ from orbit_kernels.contract.options import (
 
 
 class ServerOptions(Options):
-    """Options that fields of SGLang's ``ServerArgs`` set; messages name their flags on the command line."""
+    """``ServerOptions`` are set by fields of SGLang's ``ServerArgs``; messages name their flags on the command line."""
 
     @classmethod
     def written(cls, name: str, value: str) -> str:
-        """``--orbit-rank 8``."""
+        """Writes an option as the command line does, e.g. ``--orbit-rank 8``."""
         return f"{cls.flag(name)} {value}"
 
     @classmethod
     def flag(cls, name: str) -> str:
-        """The flag that sets an option."""
+        """Returns the flag that sets an option."""
         return next(command_line(rule.flag) for field, rule in cls.declared() if field.name == name)
 
     @classmethod
     def from_server_args(cls, server_args: Any) -> Self:
-        """The options as ``flags`` put them on SGLang's ``ServerArgs``."""
+        """Reads the options as ``flags`` put them on SGLang's ``ServerArgs``."""
         return cls(**{field.name: getattr(server_args, rule.flag) for field, rule in cls.declared()})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotsConfig(ServerOptions, AdapterOptions):
-    """How a server carries adapters: of one type and size, which an adapter must have to be staged.
+    """A ``SlotsConfig`` says how a server carries adapters.
 
-    ``fused=tied`` shares what acts on the input among the parts of a fused projection, and refuses adapters whose parts
-    differ; ``split`` gives each part its own, which costs OFT one row of the GEMM per part and token, and LoRA one small GEMM
-    per part.
+    They are of one type and size, which an adapter must have to be staged. ``fused=tied`` shares what acts on the input
+    among the parts of a fused projection, and refuses adapters whose parts differ; ``split`` gives each part its own,
+    which costs OFT one row of the GEMM per part and token, and LoRA one small GEMM per part.
     """
 
     seeded_sampling: bool = option(
@@ -62,22 +62,25 @@ class SlotsConfig(ServerOptions, AdapterOptions):
 
     @property
     def method(self) -> AdapterMethod:
-        """The adapter method with the size that the slots are made for."""
+        """Returns the adapter method with the size that the slots are made for."""
         method = METHODS[self.type]
         return method(**{method.size_field: self.size})
 
     @property
     def size(self) -> int:
-        """Block size or rank."""
+        """Returns the block size or rank."""
         return getattr(self, METHODS[self.type].size_field)
 
     @property
     def size_flag(self) -> str:
-        """The flag that sets ``size``."""
+        """Returns the flag that sets ``size``."""
         return self.flag(METHODS[self.type].size_field)
 
     def problems(self, adapter: AdapterConfig) -> list[str]:
-        """Why an adapter of this configuration does not fit slots made at start-up; its contents may be anything."""
+        """Says why an adapter of this configuration does not fit slots made at start-up.
+
+        Its contents may be anything.
+        """
         if adapter.type != self.type:
             return [
                 f"adapter type {adapter.type!r}: the slots hold {self.type!r} adapters; train with "
@@ -95,11 +98,11 @@ class SlotsConfig(ServerOptions, AdapterOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FrozenBaseConfig(ServerOptions, BaseOptions):
-    """How a CPU computes with a quantised base; on a GPU SGLang's kernels do."""
+    """A ``FrozenBaseConfig`` says how a CPU computes with a quantised base; on a GPU SGLang's kernels do."""
 
 
 def command_line(flag: str) -> str:
-    """The flag on the command line that sets a field of ``ServerArgs``."""
+    """Returns the flag on the command line that sets a field of ``ServerArgs``."""
     return f"--{flag.replace('_', '-')}"
 
 
@@ -135,7 +138,9 @@ _REQUIRED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 
 
 def unsupported(server_args: Any, cpp_radix_tree: bool) -> list[str]:
-    """Options of a server that slots cannot work with, one line each; empty when the server may start.
+    """Lists options of a server that slots cannot work with, one line each.
+
+    The list is empty when the server may start.
 
     Args:
         server_args: SGLang's ``ServerArgs``.

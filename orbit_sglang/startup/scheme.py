@@ -1,4 +1,4 @@
-"""The formats of a checkpoint folder."""
+"""This module reads the formats of a checkpoint folder."""
 
 import functools
 import json
@@ -11,7 +11,7 @@ from orbit_kernels.formats import BaseScheme, read_base_scheme
 
 
 def read_scheme(model_path: str) -> BaseScheme:
-    """Formats of a checkpoint folder; a configuration that was read before is not analysed again.
+    """Returns the formats of a checkpoint folder; a configuration that was read before is not analysed again.
 
     Raises:
         ValueError: there is no such folder, or its quantisation is not one of those implemented.
@@ -20,7 +20,7 @@ def read_scheme(model_path: str) -> BaseScheme:
 
 
 def read_config(model_path: str) -> dict[str, Any]:
-    """The content of a checkpoint folder's ``config.json``.
+    """Returns the content of a checkpoint folder's ``config.json``.
 
     Raises:
         ValueError: there is no such folder.
@@ -29,12 +29,15 @@ def read_config(model_path: str) -> dict[str, Any]:
 
 
 def language_config(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a ``config.json``'s content that describes the language model."""
+    """Returns the part of a ``config.json``'s content that describes the language model."""
     return fields.get("text_config") or fields
 
 
 def language_prefix(model_path: str) -> str:
-    """What stands in front of the language model's names in this checkpoint; SGLang leaves it out while it builds."""
+    """Returns what stands in front of the language model's names in this checkpoint.
+
+    SGLang leaves it out while it builds.
+    """
     family = family_of(read_config(model_path).get("model_type"))
     return "" if family is None else family.prefix
 

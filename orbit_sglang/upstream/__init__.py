@@ -1,1 +1,1 @@
-"""Changes to SGLang: how one is made, and the proof that it is in place."""
+"""This package says how a change to SGLang is made, and proves that it is in place."""

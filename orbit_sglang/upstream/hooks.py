@@ -1,7 +1,8 @@
-"""The ledger of the changes to SGLang, and the two kinds of change that SGLang alone has.
+"""This module has the ledger of the changes to SGLang, and the kinds of change that SGLang alone has.
 
-SGLang 0.5.12 only logs a hook whose target has moved, and serves on (``plugins/hook_registry.py::HookRegistry.apply_hooks``).
-So every target and its parameters are checked here, and a server with slots does not start when one is wrong.
+SGLang 0.5.12 only logs a hook whose target has moved, and serves on
+(``plugins/hook_registry.py::HookRegistry.apply_hooks``). So every target and its parameters are checked here, and a
+server with slots does not start when one is wrong.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from orbit_kernels.upstream.ledger import Change, Device, Ledger, Method, functi
 
 
 def is_needed(device: Device) -> bool:
-    """Whether SGLang computes on such a device in this process."""
+    """Returns whether SGLang computes on such a device in this process."""
     return device is Device.ALL or (device is Device.CPU) == is_cpu()
 
 
@@ -30,7 +31,7 @@ LEDGER = Ledger(
 
 
 def require_applied() -> None:
-    """Check every change to SGLang that this device needs.
+    """Checks every change to SGLang that this device needs.
 
     Raises:
         NotInPlaceError: at least one is not in place; all are listed.
@@ -40,7 +41,7 @@ def require_applied() -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hook(Change):
-    """A function on a dotted target of SGLang, whose first parameters must be ``parameters``."""
+    """A ``Hook`` puts a function on a dotted target of SGLang, whose first parameters must be ``parameters``."""
 
     type: HookType
     function: Callable
@@ -48,20 +49,20 @@ class Hook(Change):
 
     @property
     def kind(self) -> str:
-        """SGLang's word for it."""
+        """Returns SGLang's word for it."""
         return self.type.value
 
     @property
     def by(self) -> str:
-        """See Change."""
+        """Returns the dotted name of the hook's function."""
         return name_of(self.function)
 
     def install(self) -> None:
-        """Hand it to SGLang's registry, which applies it when the plugins are loaded."""
+        """Hands it to SGLang's registry, which applies it when the plugins are loaded."""
         HookRegistry.register(self.target, self.function, self.type)
 
     def problem(self) -> str | None:
-        """See Change."""
+        """Says why the hook is not in place, and is None when it is."""
         if problem := Method(self.target, self.parameters).problem():
             return problem
         if not _is_wrapped_by(pkgutil.resolve_name(self.target), self.function):
@@ -71,7 +72,7 @@ class Hook(Change):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attribute(Change):
-    """A module's attribute that is no function, so that no hook can reach it."""
+    """An ``Attribute`` replaces a module's attribute that is no function, so that no hook can reach it."""
 
     kind: ClassVar[str] = "replaces"
 
@@ -80,24 +81,24 @@ class Attribute(Change):
 
     @property
     def by(self) -> str:
-        """See Change."""
+        """Returns the dotted name of the new value's class."""
         return name_of(type(self.value))
 
     def install(self) -> None:
-        """Replace it, if it is what was expected."""
+        """Replaces it, if it is what was expected."""
         module, _, name = self.target.rpartition(".")
         if pkgutil.resolve_name(self.target) is self.expected:
             setattr(pkgutil.resolve_name(module), name, self.value)
 
     def problem(self) -> str | None:
-        """See Change."""
+        """Says what is found instead of the new value, and is None when that is in place."""
         found = pkgutil.resolve_name(self.target)
         return None if found is self.value else f"it is {found!r}, expected {self.expected!r}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fields(Change):
-    """Fields that a dataclass of SGLang has in addition."""
+    """``Fields`` are added to those that a dataclass of SGLang has."""
 
     kind: ClassVar[str] = "adds fields to"
 
@@ -106,15 +107,15 @@ class Fields(Change):
 
     @property
     def by(self) -> str:
-        """See Change."""
+        """Returns the dotted name of the function that adds them."""
         return name_of(self.add)
 
     def install(self) -> None:
-        """Add them."""
+        """Adds them."""
         self.add()
 
     def problem(self) -> str | None:
-        """See Change."""
+        """Says which fields are missing, and is None when none is."""
         known = pkgutil.resolve_name(self.target).__dataclass_fields__
         missing = [name for name in self.names if name not in known]
         return f"it has no field {', '.join(missing)}" if missing else None
@@ -122,7 +123,7 @@ class Fields(Change):
 
 @contextlib.contextmanager
 def method_replaced(method: Method, instance: object, replacement: Callable) -> Iterator[None]:
-    """Replace a method on one instance while the body runs; replacements may be nested.
+    """Replaces a method on one instance while the body runs; replacements may be nested.
 
     Raises:
         NotInPlaceError: the instance has no such method.
@@ -137,7 +138,7 @@ def method_replaced(method: Method, instance: object, replacement: Callable) -> 
 
 
 def _is_wrapped_by(attribute: object, function: Callable) -> bool:
-    """Whether a wrapper of SGLang's registry around the attribute calls ``function``."""
+    """Returns whether a wrapper of SGLang's registry around the attribute calls ``function``."""
     layer = function_of(attribute)
     while layer is not None:
         closure = getattr(layer, "__closure__", None) or ()

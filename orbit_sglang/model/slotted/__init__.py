@@ -1,4 +1,4 @@
-"""SGLang's linears with an adapter in each slot: one module for each adapter method."""
+"""This package puts an adapter in each slot of SGLang's linears, with one module for each adapter method."""
 
 from orbit_sglang.model.slotted.batch import BatchSlots
 from orbit_sglang.model.slotted.experts import AdaptedExpertsInput, CommonExpertAdapter, SlottedExperts
@@ -9,7 +9,7 @@ from orbit_sglang.model.slotted.oft import OFTLinear
 from orbit_sglang.model.slotted.slotted_linear import SlottedLinear
 
 LINEARS: dict[str, type[SlottedLinear]] = {"oft": OFTLinear, "lora": LoRALinear}
-"""Every slotted linear by its ``--orbit-adapter``."""
+"""This holds every slotted linear by its ``--orbit-adapter``."""
 
 __all__ = [
     "LINEARS",

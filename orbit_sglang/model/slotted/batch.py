@@ -1,4 +1,4 @@
-"""Which slot each token of the running forward pass uses.
+"""This module knows which slot each token of the running forward pass uses.
 
 Dimension suffix: T tokens of a batch.
 """
@@ -12,11 +12,11 @@ from orbit_sglang.control.slots import BASE_SLOT
 
 
 class BatchSlots:
-    """The slot of every token in the forward pass that is running.
+    """A ``BatchSlots`` holds the slot of every token in the forward pass that is running.
 
-    ``uniform`` is the one slot of the whole batch, known on the host; None while tokens may differ, and outside a
-    forward pass. ``slot_of_token_T`` holds the same per token at a fixed address, so that a captured CUDA graph
-    replays with the slots of the day; outside a pass it is the base slot for all.
+    ``uniform`` is the one slot of the whole batch, known on the host; it is None while tokens may differ, and outside a
+    forward pass. ``slot_of_token_T`` holds the same per token at a fixed address, so that a captured CUDA graph replays
+    with the slots of the day; outside a pass it is the base slot for all.
 
     Args:
         capacity_tokens: most tokens of one forward pass.
@@ -29,7 +29,7 @@ class BatchSlots:
 
     @contextlib.contextmanager
     def running(self, slots: Sequence[int], tokens_per_request: Sequence[int] | None) -> Iterator[None]:
-        """Describe a batch for the length of its forward pass.
+        """Describes a batch for the length of its forward pass.
 
         Args:
             slots: slot of each request.
@@ -48,9 +48,9 @@ class BatchSlots:
             self.slot_of_token_T[:num_tokens].fill_(BASE_SLOT)
 
     def of_rows(self, num_rows: int) -> int | torch.Tensor:
-        """The slot of the first rows of the batch: one for all, or the slot of each [rows, 1]."""
+        """Returns the slot of the first rows of the batch: one for all, or the slot of each [rows, 1]."""
         return self.uniform if self.uniform is not None else self.slot_of_token_T[:num_rows, None]
 
     def of_tokens(self, token_R: torch.Tensor) -> int | torch.Tensor:
-        """The slot of rows that stand for these tokens of the batch: one for all, or the slot of each [R, 1]."""
+        """Returns the slot of rows that stand for these tokens of the batch: one for all, or each row's [R, 1]."""
         return self.uniform if self.uniform is not None else self.slot_of_token_T[token_R, None]

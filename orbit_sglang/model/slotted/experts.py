@@ -1,4 +1,4 @@
-"""Slotted adapters on the routed experts of a layer.
+"""This module puts slotted adapters on the routed experts of a layer.
 
 Dimension suffixes: T tokens of a batch, R rows of a chunk of experts, D hidden, I input width, O output width.
 """
@@ -23,7 +23,7 @@ FORWARD = Method(
 
 
 class SlottedExperts(ExpertAdapter):
-    """An adapter per slot and expert; each row has its token's slot.
+    """``SlottedExperts`` hold an adapter per slot and expert; each row has its token's slot.
 
     Args:
         linears: by fused projections, one for each expert.
@@ -34,7 +34,7 @@ class SlottedExperts(ExpertAdapter):
         self._linears, self._batch = dict(linears), batch
 
     def linear(self, chunk: ExpertChunk, frozen: ChunkLinear, x_RI: torch.Tensor) -> torch.Tensor:
-        """See ExpertAdapter."""
+        """Returns the adapted output [R, O] of one projection, or of fused ones, of a chunk."""
         linears = self._linears.get(frozen.projections)
         if linears is None:
             return frozen(x_RI)
@@ -48,7 +48,9 @@ class SlottedExperts(ExpertAdapter):
 
 
 class CommonExpertAdapter(SlottedExperts):
-    """An adapter per slot that all experts share; that of gate and up acts before dispatch.
+    """A ``CommonExpertAdapter`` is an adapter per slot that all experts share.
+
+    That of gate and up acts before dispatch.
 
     Args:
         linears: by fused projections.
@@ -62,7 +64,7 @@ class CommonExpertAdapter(SlottedExperts):
         self._input = linears.get(GATE_UP)
 
     def before_dispatch(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """See ExpertAdapter."""
+        """Returns the input [T, D] with the adapter of gate and up."""
         slots = self._batch.of_rows(x_TD.shape[0])
         if self._input is None or self._input.is_idle(slots):
             return x_TD
@@ -71,9 +73,9 @@ class CommonExpertAdapter(SlottedExperts):
 
 
 class AdaptedExpertsInput:
-    """Routed experts, whatever computes them, whose input one rotation of all experts turns: ``forward`` is wrapped.
+    """An ``AdaptedExpertsInput`` turns the input of routed experts, whatever computes them, by one rotation of all.
 
-    The router has chosen by then, from the plain input, which the shared expert reads too.
+    It wraps ``forward``. The router has chosen by then, from the plain input, which the shared expert reads too.
 
     Args:
         linear: the adapter of gate and up.
@@ -86,7 +88,7 @@ class AdaptedExpertsInput:
         self._base_forward = FORWARD.replace_on(experts, self.forward)
 
     def forward(self, hidden_states: torch.Tensor, topk_output: TopKOutput) -> torch.Tensor:
-        """The experts' weighted sum [T, D]; the caller's ``hidden_states`` [T, D] are left as they are."""
+        """Returns the experts' weighted sum [T, D]; the caller's ``hidden_states`` [T, D] are left as they are."""
         slots = self._batch.of_rows(hidden_states.shape[0])
         if not self._linear.is_idle(slots):
             (hidden_states,) = self._linear.inputs(hidden_states, slots)
@@ -95,7 +97,7 @@ class AdaptedExpertsInput:
 
 @dataclasses.dataclass
 class _Rows:
-    """The adapter of one expert for its rows of a chunk."""
+    """``_Rows`` are the adapter of one expert for its rows of a chunk."""
 
     linear: SlottedLinear
     slots: Slots

@@ -1,4 +1,4 @@
-"""A slotted rotation of the latent of keys and values, in front of ``kv_b_proj``.
+"""This module puts a slotted rotation of the latent of keys and values in front of ``kv_b_proj``.
 
 Dimension suffixes: T tokens of a batch, L width of the latent.
 """
@@ -16,11 +16,12 @@ FORWARD = Method("sglang.srt.layers.layernorm.RMSNorm.forward", ("self", "args",
 
 
 class AdaptedLatent:
-    """``kv_a_layernorm`` with the rotation that OFT puts in front of ``kv_b_proj``: ``forward`` is wrapped, on this instance.
+    """An ``AdaptedLatent`` gives ``kv_a_layernorm`` the rotation that OFT puts in front of ``kv_b_proj``.
 
-    Absorbed attention never calls ``kv_b_proj``, and reads the latent from the cache of keys and values instead, which is
-    divided by version. Where SGLang does call it, for prompts on CUDA, its input is the same output of the norm, new or
-    from that cache. So the rotation is here alone, and ``kv_b_proj`` itself has none.
+    It wraps ``forward``, on this instance. Absorbed attention never calls ``kv_b_proj``, and reads the latent from the
+    cache of keys and values instead, which is divided by version. Where SGLang does call it, for prompts on CUDA, its
+    input is the same output of the norm, new or from that cache. So the rotation is here alone, and ``kv_b_proj``
+    itself has none.
 
     Args:
         linear: the adapter of ``kv_b_proj``.
@@ -33,7 +34,7 @@ class AdaptedLatent:
         self._base_forward = FORWARD.replace_on(norm, self.forward)
 
     def forward(self, x_TL: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The norm's output, rotated; shape and dtype of ``x``."""
+        """Returns the norm's output, rotated, in the shape and dtype of ``x``."""
         latent_TL = self._base_forward(x_TL, *args, **kwargs)
         slots = self._batch.of_rows(latent_TL.shape[0])
         if self._linear.is_idle(slots):

@@ -1,4 +1,4 @@
-"""A slotted adapter around one of SGLang's linears.
+"""This module puts a slotted adapter around one of SGLang's linears.
 
 Dimension suffixes: T tokens of a batch, I input width, O output width of all parts, P parts.
 """
@@ -14,7 +14,9 @@ APPLY = Method("sglang.srt.layers.quantization.base_config.LinearMethodBase.appl
 
 
 class AdaptedLayer:
-    """The linear, its weight and its quantisation stay SGLang's: ``quant_method.apply`` is wrapped, on this instance.
+    """An ``AdaptedLayer`` wraps ``quant_method.apply`` of one linear, on this instance.
+
+    The linear, its weight and its quantisation stay SGLang's.
 
     Args:
         linear: the adapter.
@@ -27,7 +29,7 @@ class AdaptedLayer:
         self._base_apply = APPLY.replace_on(layer.quant_method, self.apply)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """``quant_method.apply`` with the adapter: x [..., I] to [..., O], same dtype."""
+        """Applies ``quant_method.apply`` with the adapter: it maps x [..., I] to [..., O], of the same dtype."""
         x_TI = x.reshape(-1, x.shape[-1])
         slots = self._batch.of_rows(x_TI.shape[0])
         if self._linear.is_idle(slots):
@@ -36,7 +38,7 @@ class AdaptedLayer:
         return self._linear.output(x_TI, y_TO, slots).unflatten(0, x.shape[:-1])
 
     def _product(self, layer: torch.nn.Module, inputs: list[torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
-        """The frozen linear of one input, or of each part's own."""
+        """Returns the frozen linear of one input, or of each part's own."""
         if len(inputs) == 1:
             return self._base_apply(layer, inputs[0], bias)
         y_PTO = self._base_apply(layer, torch.cat(inputs), bias).unflatten(0, (len(inputs), inputs[0].shape[0]))

@@ -1,9 +1,9 @@
-"""LoRA in the slots: a low-rank product is added to the output, ``y = x W^T + s (x A^T) B^T``.
+"""This module is LoRA in the slots: a low-rank product is added to the output, ``y = x W^T + s (x A^T) B^T``.
 
-Rounding is that of ``orbit_kernels.adapters.lora.reference``, which the trainer uses too.
+Its rounding is that of ``orbit_kernels.adapters.lora.reference``, which the trainer uses too.
 
-Dimension suffixes: T tokens of a batch, I input width, O output width of all parts, R rank, P tensors A of a linear (one,
-or one per part of a fused projection in split mode).
+Dimension suffixes: T tokens of a batch, I input width, O output width of all parts, R rank, P tensors A of a linear
+(one, or one per part of a fused projection in split mode).
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,10 @@ from orbit_sglang.model.slotted.slotted_linear import Slots, SlottedLinear, Trai
 
 
 class LoRALinear(SlottedLinear):
-    """A linear with one pair of factors per slot: A tied or one per part, B always per part, stacked by rows."""
+    """A ``LoRALinear`` has one pair of factors per slot.
+
+    A is tied or one per part, and B is always per part, stacked by rows.
+    """
 
     _method: LoRAMethod
 
@@ -44,11 +47,11 @@ class LoRALinear(SlottedLinear):
             yield next(scaled_b_OR) if leaf == "lora_B" else tensor
 
     def inputs(self, x_TI: torch.Tensor, slots: Slots) -> list[torch.Tensor]:
-        """The linear's own input."""
+        """Returns the linear's own input."""
         return [x_TI]
 
     def output(self, x_TI: torch.Tensor, y_TO: torch.Tensor, slots: Slots) -> torch.Tensor:
-        """``y + s (x A^T) B^T``."""
+        """Returns ``y + s (x A^T) B^T``."""
         if isinstance(slots, int):
             return y_TO + self._update(x_TI, slots)
         for slot in SLOTS:

@@ -1,7 +1,7 @@
-"""OFT in the slots: the input is rotated first, ``y = (x R) W^T``.
+"""This module is OFT in the slots: the input is rotated first, ``y = (x R) W^T``.
 
-Dimension suffixes: T tokens of a batch, I input width, O output width, N blocks, B block size, E free entries of a block,
-P rotations of a linear (one, or one per part of a fused projection in split mode).
+Dimension suffixes: T tokens of a batch, I input width, O output width, N blocks, B block size, E free entries of a
+block, P rotations of a linear (one, or one per part of a fused projection in split mode).
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,11 +15,14 @@ from orbit_sglang.control.slots import SLOTS
 from orbit_sglang.model.slotted.slotted_linear import Slots, SlottedLinear, Trained
 
 ENTRIES_TOGETHER = 1 << 21
-"""Free entries of blocks whose rotations are computed together; bounds what is held beside the result to some 100 MiB."""
+"""Rotations of blocks with up to this many free entries are computed together.
+
+That bounds what is held beside the result to some 100 MiB.
+"""
 
 
 class OFTLinear(SlottedLinear):
-    """A linear with one rotation of its input per slot, or one per slot and part."""
+    """An ``OFTLinear`` has one rotation of its input per slot, or one per slot and part."""
 
     _method: OFTMethod
 
@@ -46,11 +49,11 @@ class OFTLinear(SlottedLinear):
             yield from r_NBB.split([len(entries_NE) for entries_NE in group_NE])
 
     def inputs(self, x_TI: torch.Tensor, slots: Slots) -> list[torch.Tensor]:
-        """Rotated activations; shape and dtype of ``x``."""
+        """Returns the rotated activations, in the shape and dtype of ``x``."""
         return [self._rotate(x_TI, index, slots) for index in range(self._num_rotations)]
 
     def output(self, x_TI: torch.Tensor, y_TO: torch.Tensor, slots: Slots) -> torch.Tensor:
-        """The frozen weight's output as it is."""
+        """Returns the frozen weight's output as it is."""
         return y_TO
 
     def _rotate(self, x_TI: torch.Tensor, index: int, slots: Slots) -> torch.Tensor:
@@ -63,7 +66,7 @@ class OFTLinear(SlottedLinear):
 
 
 def _groups(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The tensors in order, in groups of up to ``ENTRIES_TOGETHER`` elements, or of one."""
+    """Yields the tensors in order, in groups of up to ``ENTRIES_TOGETHER`` elements, or of one."""
     group: list[torch.Tensor] = []
     for tensor in tensors:
         if group and sum(map(torch.numel, group)) + tensor.numel() > ENTRIES_TOGETHER:

@@ -1,4 +1,4 @@
-"""What the slotted linears of all adapter methods have in common.
+"""This module holds what the slotted linears of all adapter methods have in common.
 
 Dimension suffixes: T tokens of a batch, I input width, O output width.
 """
@@ -15,14 +15,16 @@ from orbit_kernels.linears.share import Share
 from orbit_sglang.control.slots import BASE_SLOT, SLOTS
 
 Slots = int | torch.Tensor
-"""The slot of all rows, or the slot of each, int32 [T, 1]."""
+"""``Slots`` are the slot of all rows, or the slot of each, int32 [T, 1]."""
 
 Trained = tuple[str, torch.Tensor]
-"""A trained tensor behind its leaf."""
+"""A ``Trained`` is a trained tensor behind its leaf."""
 
 
 class SlottedLinear(abc.ABC):
-    """An adapter per slot for one frozen linear, all at fixed addresses; the linear itself stays SGLang's.
+    """A ``SlottedLinear`` holds an adapter per slot for one frozen linear, all at fixed addresses.
+
+    The linear itself stays SGLang's.
 
     Args:
         parts: this rank's share of each part by its Hugging Face name, one for a linear that is not fused.
@@ -31,8 +33,8 @@ class SlottedLinear(abc.ABC):
         dtype: dtype of the activations, in which the slots are kept.
         device: of the slots.
 
-    ``parts`` are the rows that this rank holds of each part. ``slots`` holds each slot's tensors: their contents change while no
-    request uses the slot, their addresses never.
+    ``parts`` are the rows that this rank holds of each part. ``slots`` holds each slot's tensors: their contents change
+    while no request uses the slot, their addresses never.
 
     Raises:
         ValueError: the method cannot adapt a share of this width.
@@ -64,9 +66,10 @@ class SlottedLinear(abc.ABC):
         self._adapted = dict.fromkeys((BASE_SLOT, *SLOTS), False)
 
     def problems(self, adapter: Adapter) -> list[str]:
-        """Parts that differ although this linear has one tensor for the input of all.
+        """Lists the parts that differ although this linear has one tensor for the input of all.
 
-        In a tied adapter theirs is one tensor; those of an adapter that is not, as of one of peft's files, are compared.
+        In a tied adapter theirs is one tensor; those of an adapter that is not, as of one of peft's files, are
+        compared.
         """
         if self._split:
             return []
@@ -85,10 +88,11 @@ class SlottedLinear(abc.ABC):
 
     @classmethod
     def prepare(cls, linears: Sequence["SlottedLinear"], adapter: Adapter) -> list[list[torch.Tensor] | None]:
-        """The pieces of each linear's slot, computed from an accepted adapter; None where it leaves the linear alone.
+        """Returns the pieces of each linear's slot, computed from an accepted adapter.
 
-        For all linears at once, because every call of torch competes with the forward pass for Python's lock.
-        Touches no slot; safe on another thread while the linears run.
+        They are None where it leaves the linear alone. All linears are prepared at once, because every call of torch
+        competes with the forward pass for Python's lock. This touches no slot, and is safe on another thread while the
+        linears run.
         """
         trained = [linear._trained(adapter) for linear in linears]
         dtype = linears[0].slots[SLOTS[0]][0].dtype
@@ -102,7 +106,7 @@ class SlottedLinear(abc.ABC):
 
     @staticmethod
     def write(slot: int, linears: Sequence["SlottedLinear"], prepared: Sequence[list[torch.Tensor] | None]) -> None:
-        """Copy the outcome of ``prepare`` into a slot that no request uses."""
+        """Copies the outcome of ``prepare`` into a slot that no request uses."""
         pieces = [of_linear or linear._identity for linear, of_linear in zip(linears, prepared, strict=True)]
         targets = [linear._targets[slot] for linear in linears]
         torch._foreach_copy_(list(itertools.chain(*targets)), list(itertools.chain(*pieces)))
@@ -110,38 +114,47 @@ class SlottedLinear(abc.ABC):
             linear._adapted[slot] = of_linear is not None
 
     def _tensors(self, adapter: Adapter, part: str) -> dict[str, torch.Tensor]:
-        """This rank's share of an accepted adapter's tensors for a part; empty where it leaves the part alone."""
+        """Returns this rank's share of an accepted adapter's tensors for a part.
+
+        It is empty where the adapter leaves the part alone.
+        """
         tensors = adapter.module_tensors(part)
         return self._shares[part].of(self._method, tensors) if tensors else {}
 
     def is_idle(self, slots: Slots) -> bool:
-        """Whether these rows are known to have no adapter here, so that the frozen linear alone computes them."""
+        """Returns whether these rows are known to have no adapter here.
+
+        The frozen linear alone then computes them.
+        """
         return isinstance(slots, int) and not self._adapted[slots]
 
     @abc.abstractmethod
     def inputs(self, x_TI: torch.Tensor, slots: Slots) -> list[torch.Tensor]:
-        """What the frozen weight reads: one input for all parts, or one for each."""
+        """Returns what the frozen weight reads: one input for all parts, or one for each."""
 
     @abc.abstractmethod
     def output(self, x_TI: torch.Tensor, y_TO: torch.Tensor, slots: Slots) -> torch.Tensor:
-        """The adapted output, from the linear's own input and from the frozen weight's output."""
+        """Returns the adapted output, from the linear's own input and from the frozen weight's output."""
 
     @abc.abstractmethod
     def _identity_tensors(self, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """What an empty slot holds, as views without memory of their own."""
+        """Returns what an empty slot holds, as views without memory of their own."""
 
     @abc.abstractmethod
     def _pieces(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """A slot's tensors as views, one for each tensor of an adapter that fills them."""
+        """Returns a slot's tensors as views, one for each tensor of an adapter that fills them."""
 
     @abc.abstractmethod
     def _trained(self, adapter: Adapter) -> list[Trained | None]:
-        """This rank's share of what an accepted adapter holds for each piece; None where the part has no adapter."""
+        """Returns this rank's share of what an accepted adapter holds for each piece.
+
+        It is None where the part has no adapter.
+        """
 
     @classmethod
     @abc.abstractmethod
     def _computed(cls, trained: Sequence[Trained], method: AdapterMethod, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """What each trained tensor becomes, before it is rounded to the slots' ``dtype`` or after."""
+        """Yields what each trained tensor becomes, before it is rounded to the slots' ``dtype`` or after."""
 
 
 def _same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
