@@ -29,6 +29,7 @@ test-gpu: setup
 quality: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
 	$(BIN)/python patches/apply.py --check
 
 # Resolves requirements/stack.in afresh; the result is reviewed like any other change.

@@ -171,7 +171,7 @@ class Adapter:
             raise AdapterError(problems)
 
     def _why_unknown(self, name: str, linears: Mapping[str, tuple[int, int]]) -> str:
-        module, leaf = split_name(name) or (None, None)
+        module, leaf = split_name(name) or ("", "")
         if module not in linears:
             return "no such linear in the model"
         if leaf not in self.config.method.leaves:
@@ -184,7 +184,7 @@ class Adapter:
         return self.config.tied_names(name)[0] if self.tied else name
 
     def _tensor_problem(self, name: str, owner: str, rows: int, columns: int) -> str | None:
-        tensor, (_, leaf) = self.tensors[owner], split_name(name)
+        tensor, (_, leaf) = self.tensors[owner], split_name(name) or ("", "")
         try:
             shape = self.config.method.shapes(rows, columns, name)[leaf]
         except ValueError as error:
@@ -199,7 +199,8 @@ class Adapter:
         """Those of the named tensors that hold a value that is not finite."""
         if not names:
             return []
-        largest = torch.stack(torch._foreach_norm([self.tensors[name] for name in names], float("inf")))
+        norms = torch._foreach_norm([self.tensors[name] for name in names], float("inf"))  # pyright: ignore[reportPrivateImportUsage]
+        largest = torch.stack(norms)
         return [names[index] for index in (~largest.isfinite()).nonzero().flatten().tolist()]
 
 

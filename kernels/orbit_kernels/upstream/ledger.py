@@ -10,7 +10,7 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 
 class Device(enum.StrEnum):
@@ -59,6 +59,10 @@ class Change:
     kind: ClassVar[str]
     later: ClassVar[bool] = False
     """Whether it is made on instances while a process runs, and proven there; its target is checked before all the same."""
+
+    if TYPE_CHECKING:
+        # A field of some changes, a property of others.
+        by: str
 
     def problem(self) -> str | None:
         """Why it is not in place, or cannot be made, in this process; None when all is well. Imports the target."""
@@ -159,7 +163,7 @@ class Method:
             return f"the target does not exist: {error}"
         return signature_problem(function_of(current), self.parameters)
 
-    def replace_on(self, instance: object, replacement: Callable) -> Callable:
+    def replace_on(self, instance: object, replacement: Callable) -> Any:
         """Replace the method of one instance, and return the one that it had.
 
         Raises:
@@ -183,7 +187,7 @@ def signature_problem(function: Callable, parameters: tuple[str, ...]) -> str | 
     return None
 
 
-def function_of(attribute: object) -> Callable:
+def function_of(attribute: Any) -> Callable:
     """The function behind a method."""
     return getattr(attribute, "__func__", attribute)
 
