@@ -1,1 +1,1 @@
-"""Changes to verl: how one is made once its module is imported, and the ledger that proves all of them."""
+"""This package makes the changes to verl, each once its module is imported, and holds the ledger that proves all of them."""

@@ -1,4 +1,4 @@
-"""The ledger of the changes to verl, Hydra, transformers and Megatron-Core, and those that wait for an import.
+"""This module holds the ledger of the changes to verl, Hydra, transformers and Megatron-Core, and those that wait for an import.
 
 verl imports the plugin in every process, long before its own modules: a change is made when its module is imported.
 """
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Process(enum.StrEnum):
-    """The processes of a run, in the order of one step."""
+    """A `Process` is one kind of process of a run; they stand in the order of one step."""
 
     EVERY = "every process"
     DRIVER = "driver"
@@ -33,7 +33,7 @@ class Process(enum.StrEnum):
 
 
 def is_needed(device: Device) -> bool:
-    """Whether verl computes on such a device in this process."""
+    """Says whether verl computes on such a device in this process."""
     if device is Device.ALL:
         return True
     from verl.plugin.platform import get_platform
@@ -50,7 +50,7 @@ LEDGER = Ledger(
 
 
 def require_applied(process: Process) -> None:
-    """Check the changes that a process needs.
+    """Checks the changes that a process needs.
 
     Raises:
         NotInPlaceError: at least one is not in place; all are listed.
@@ -61,7 +61,7 @@ def require_applied(process: Process) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wrapped(Change):
-    """A function or method of a module that is called through the one that ``by`` names, from the module's import on.
+    """A `Wrapped` has a function or method of a module called through the one that ``by`` names, from the module's import on.
 
     Args:
         module: where it is.
@@ -104,7 +104,7 @@ class Wrapped(Change):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RegisteredAfterImport(Registered):
-    """An entry in a registry that ``by`` makes once a module is imported; it is called with the module.
+    """A `RegisteredAfterImport` is an entry in a registry that ``by`` makes once a module is imported, with the module.
 
     Args:
         module: the module that fills the registry.
@@ -127,7 +127,7 @@ class RegisteredAfterImport(Registered):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConfigFile(Change):
-    """A choice in one of verl's configuration groups, in a file of Orbit's own; verl has none of that name.
+    """A `ConfigFile` is a choice in one of verl's configuration groups, in a file of Orbit's; verl has none of that name.
 
     Args:
         name: group and name.
@@ -161,7 +161,7 @@ class ConfigFile(Change):
 
 
 def _after_import(module: str, target: str, change: Callable) -> None:
-    """Make a change once its module is imported; verl would hide the error, so it is logged and raised."""
+    """Makes a change once its module is imported; verl would hide the error, so it is logged and raised."""
 
     def make(imported: object) -> None:
         try:
