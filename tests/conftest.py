@@ -1,4 +1,5 @@
 import os
+import pathlib
 
 import pytest
 import torch
@@ -9,6 +10,13 @@ if not torch.cuda.is_available():
 
 # Seconds that a group takes on one core, roughly; the longest start first, so that two workers end together.
 SECONDS: dict[str, int] = {}
+
+
+def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
+    """Import no module for nothing: few have tests that run alone."""
+    if config.option.markexpr.startswith("alone") and collection_path.suffix == ".py":
+        return "mark.alone" not in collection_path.read_text() or None
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)

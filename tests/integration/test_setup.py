@@ -78,6 +78,7 @@ def test_every_input_changes_the_digest(clone):
     assert len(digests) == 5
 
 
+@pytest.mark.alone
 def test_the_second_time_takes_seconds():
     assert _run_setup(ROOT).returncode == 0
     start = time.monotonic()

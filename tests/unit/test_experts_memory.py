@@ -101,6 +101,7 @@ def _seconds(experts: FrozenExperts, x_TD: torch.Tensor, ids_TK: torch.Tensor, w
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_dequantising_costs_at_most_0_6_of_a_bf16_layer():
     num_experts, hidden, ffn, tokens, top_k = 32, 2048, 768, 1024, 8
     packed = FrozenExperts(**{name: _random_int4(num_experts, *shape) for name, shape in _shapes(hidden, ffn).items()})

@@ -82,6 +82,7 @@ def test_a_request_that_chose_its_version_keeps_it(server):
         assert spans(running.join()) == [[0, 0, LONG]]
 
 
+@pytest.mark.alone
 def test_sixteen_requests_survive_activations_that_hold_the_loop_under_a_millisecond(server):
     """The pause is measured in the scheduler, around the whole operation.
 
