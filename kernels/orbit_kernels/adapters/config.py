@@ -177,7 +177,7 @@ def tensor_name(module: str, leaf: str = OFTMethod.input_leaf) -> str:
 
 
 def split_name(tensor: str) -> tuple[str, str] | None:
-    """Returns a linear's Hugging Face module name and the leaf from peft's tensor name; None when it is no adapter's."""
+    """Returns a linear's Hugging Face module name and the leaf from peft's tensor name; None if it is no adapter's."""
     if not (tensor.startswith(PEFT_PREFIX) and tensor.endswith(PEFT_SUFFIX)):
         return None
     module, _, leaf = tensor[len(PEFT_PREFIX) : -len(PEFT_SUFFIX)].rpartition(".")

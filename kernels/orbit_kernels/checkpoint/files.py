@@ -36,7 +36,7 @@ _DTYPES = {
 
 
 class HFCheckpoint:
-    """An ``HFCheckpoint`` has a checkpoint's names, shapes, dtypes and tensors; opening it reads the files' headers only.
+    """An ``HFCheckpoint`` has a checkpoint's names, shapes, dtypes and tensors; opening it reads the headers only.
 
     Raises:
         ValueError: the folder, its safetensors files or a file that its index lists does not exist, a file is truncated

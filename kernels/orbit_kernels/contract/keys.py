@@ -11,7 +11,7 @@ REQUESTED_VERSION_KEY = "orbit_version"
 """
 
 VERSIONS_KEY = "orbit_versions"
-"""What an answer says of its tokens stands under this key: ``[version, first token, count]`` for each run of one version.
+"""What an answer says of its tokens stands here: ``[version, first token, count]`` for each run of one version.
 
 It is in ``meta_info``, and one list for each choice is in ``metadata`` of the OpenAI routes.
 """
