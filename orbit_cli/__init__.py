@@ -1,1 +1,1 @@
-"""The `orbit` command."""
+"""This package is the `orbit` command."""

@@ -1,4 +1,7 @@
-"""The largest input of every linear of a model, for formats whose kernels quantise inputs with a static scale."""
+"""This module finds the largest input of every linear of a model.
+
+Formats whose kernels quantise inputs with a static scale need it.
+"""
 
 import logging
 from collections.abc import Collection, Mapping
@@ -15,7 +18,7 @@ HEADROOM = 2.0
 
 
 def largest_inputs(model_folder: Path, modules: Collection[str]) -> dict[str, float]:
-    """Twice the largest input magnitude of each linear over 4 sequences of 128 random tokens.
+    """Returns twice the largest input magnitude of each linear over 4 sequences of 128 random tokens.
 
     There is no calibration text here, so the range is set by a fixed synthetic one. It runs the whole unquantised model
     with transformers, on the CPU. Experts of a layer, some of which so few tokens may not reach, all get the largest of any.
@@ -49,7 +52,10 @@ def largest_inputs(model_folder: Path, modules: Collection[str]) -> dict[str, fl
 
 
 def _owner(name: str, by_name: Mapping[str, torch.nn.Module]) -> str | None:
-    """The linear itself, or for one of an expert what stands for all experts of its layer: ``...experts.down_proj``."""
+    """Returns the linear itself, or for one of an expert what stands for all experts of its layer.
+
+    That is ``...experts.down_proj``, for example.
+    """
     if name in by_name:
         return name
     expert, _, leaf = name.rpartition(".")
@@ -58,7 +64,10 @@ def _owner(name: str, by_name: Mapping[str, torch.nn.Module]) -> str | None:
 
 
 def _record(by_name: Mapping[str, torch.nn.Module], owners: Collection[str]) -> dict[str, float]:
-    """Watch the inputs of linears, and of the experts that transformers 5 stacks; filled while the model runs."""
+    """Watches the inputs of linears, and of the experts that transformers 5 stacks.
+
+    The result is filled while the model runs.
+    """
     largest: dict[str, float] = {}
 
     def see(name: str, x: torch.Tensor) -> None:

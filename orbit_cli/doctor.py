@@ -1,4 +1,7 @@
-"""The checks of ``orbit doctor``: what is installed, whether the plugins are in, what this machine cannot do."""
+"""This module has the checks of ``orbit doctor``.
+
+They say what is installed, whether the plugins are in, and what this machine cannot do.
+"""
 
 import dataclasses
 import enum
@@ -34,11 +37,11 @@ CORE_PACKAGES = (
 )
 _FIX = "run make setup"
 CHANGES_WIDTH = 200
-"""Columns of the list of changes where no terminal says how many there are."""
+"""The list of changes has these columns where no terminal says how many there are."""
 
 
 class State(enum.Enum):
-    """What a check found; ``MISSING`` is something that this machine lacks and a CPU run does not need."""
+    """A state says what a check found; ``MISSING`` is something that this machine lacks and a CPU run does not need."""
 
     OK = "[green]ok[/green]"
     FAILED = "[red]failed[/red]"
@@ -47,7 +50,7 @@ class State(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One line of the report."""
+    """A ``Check`` is one line of the report."""
 
     subject: str
     state: State
@@ -56,7 +59,7 @@ class Check:
 
 @dataclasses.dataclass(frozen=True)
 class Plugin:
-    """One of Orbit's plugins, as its host loads it.
+    """A ``Plugin`` is one of Orbit's plugins, as its host loads it.
 
     Args:
         host: the host package.
@@ -86,7 +89,7 @@ PLUGINS = (
 
 
 def run_checks() -> list[Check]:
-    """Every check in order. Imports verl and SGLang, which takes from seconds to a minute."""
+    """Runs every check in order; it imports verl and SGLang, which takes from seconds to a minute."""
     has_cuda = choose_device()
     checks = version_checks(PINS_FILE)
     for plugin in PLUGINS:
@@ -95,7 +98,10 @@ def run_checks() -> list[Check]:
 
 
 def choose_device() -> bool:
-    """Whether there is CUDA; without it verl and SGLang, which decide when they are imported, are told to use the CPU."""
+    """Returns whether there is CUDA.
+
+    Without it verl and SGLang, which decide when they are imported, are told to use the CPU.
+    """
     has_cuda = _has_cuda()
     if not has_cuda:
         os.environ.setdefault("VERL_PLATFORM", "orbit_cpu")
@@ -104,7 +110,7 @@ def choose_device() -> bool:
 
 
 def table(checks: Iterable[Check]) -> Table:
-    """The report as a table."""
+    """Returns the report as a table."""
     report = Table(
         "state", "subject", Column("detail", overflow="fold"), box=None, show_header=False, padding=(0, 2, 0, 0)
     )
@@ -114,18 +120,18 @@ def table(checks: Iterable[Check]) -> Table:
 
 
 def version_checks(pins_file: Path) -> list[Check]:
-    """The installed core packages against their pins."""
+    """Checks the installed core packages against their pins."""
     pins = read_pins(pins_file)
     return [_version_check(name, pins[name]) for name in CORE_PACKAGES]
 
 
 def read_pins(pins_file: Path) -> dict[str, str]:
-    """Versions by lower-case package name, from lines ``name==version``."""
+    """Reads versions by lower-case package name, from lines ``name==version``."""
     return {name.lower(): version for name, version in re.findall(r"^([\w.-]+)==(\S+)", pins_file.read_text(), re.M)}
 
 
 def plugin_checks(plugin: Plugin) -> list[Check]:
-    """Whether the entry point is found, loads, and has all its changes in place."""
+    """Checks that the entry point is found, loads, and has all its changes in place."""
     subject = f"{plugin.host} plugin"
     found = importlib.metadata.entry_points(group=plugin.group, name="orbit")
     if not found:
@@ -152,7 +158,7 @@ def plugin_checks(plugin: Plugin) -> list[Check]:
 
 
 def summary(report: Sequence[Status]) -> str:
-    """How many changes a plugin makes, where they are needed, and how many are in place here."""
+    """Says how many changes a plugin makes, where they are needed, and how many are in place here."""
     needed = ", ".join(f"{count} on {device}" for device, count in counts(report).items())
     states = Counter(status.state for status in report)
     found = ", ".join(f"{states[state]} {state}" for state in ChangeState if states[state])
@@ -160,7 +166,7 @@ def summary(report: Sequence[Status]) -> str:
 
 
 def changes_table(plugin: Plugin) -> Table:
-    """Every change that a plugin makes: what, how, why, until when, and its state in this process."""
+    """Lists every change that a plugin makes: what, how, why, until when, and its state in this process."""
     plugin.load()
     columns = (Column(name, overflow="fold") for name in ("target", "kind", "why", "until", "state"))
     listed = Table(*columns, title=f"changes to {plugin.host}", padding=(0, 1))
@@ -177,7 +183,7 @@ def changes_table(plugin: Plugin) -> Table:
 
 
 def device_checks(has_cuda: bool) -> list[Check]:
-    """The device, and what cannot run on it."""
+    """Checks the device, and says what cannot run on it."""
     if has_cuda:
         import torch
 
@@ -199,7 +205,7 @@ def device_checks(has_cuda: bool) -> list[Check]:
 
 
 def cpu_flags() -> set[str]:
-    """Instruction sets of the processor by Linux's names; empty on other systems and architectures."""
+    """Returns the instruction sets of the processor by Linux's names; empty on other systems and architectures."""
     cpuinfo = Path("/proc/cpuinfo")
     match = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.M) if cpuinfo.exists() else None
     return set(match[1].split()) if match else set()

@@ -1,4 +1,4 @@
-"""The ``orbit`` command."""
+"""This module is the ``orbit`` command."""
 
 import contextlib
 import enum
@@ -61,7 +61,7 @@ def doctor(
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """The stack warns at length about what is not installed; what matters of that is in the report."""
+    """Silences the stack, which warns at length about what is not installed; what matters of that is in the report."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -71,7 +71,7 @@ def _without_warnings() -> Iterator[None]:
 
 
 class QuantizedFormat(enum.StrEnum):
-    """Formats that ``orbit quantize`` writes."""
+    """These are the formats that ``orbit quantize`` writes."""
 
     FP8 = "fp8"
     INT4 = "int4"

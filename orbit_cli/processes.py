@@ -1,4 +1,4 @@
-"""Run a command whose descendants, daemons included, end with it. Linux only."""
+"""This module runs a command whose descendants, daemons included, end with it. It works on Linux only."""
 
 import ctypes
 import os
@@ -22,7 +22,7 @@ def run_to_end(
     environment: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> int:
-    """Run ``command`` with its output in ``log``, and leave none of its descendants behind.
+    """Runs ``command`` with its output in ``log``, and leaves none of its descendants behind.
 
     Ray and SGLang start processes that outlive the one that asked for them. This process becomes their reaper, so that
     orphans are its children and can be found. SIGTERM is treated as Ctrl-C; either, and any error of ``on_poll``, stops
@@ -69,7 +69,7 @@ def _wait(child: subprocess.Popen, on_poll: Callable[[], None]) -> int:
 
 
 def _stop(known: set[psutil.Process]) -> None:
-    """Ask every descendant that is not ``known`` to end, and kill what has not after a while."""
+    """Asks every descendant that is not ``known`` to end, and kills what has not after a while."""
     asked = _descendants(known)
     _signal_all(asked, signal.SIGTERM)
     psutil.wait_procs(asked, timeout=_STOP_GRACE_S)

@@ -1,4 +1,4 @@
-"""``orbit quantize``: a low-precision checkpoint, in the format as deployed, from a BF16 one."""
+"""This module is ``orbit quantize``: it makes a low-precision checkpoint, in the format as deployed, from a BF16 one."""
 
 import json
 import logging
@@ -41,7 +41,7 @@ DEFAULT_GROUP_SIZES = {"fp8": 128, "int4": 32, "nvfp4": 16, "mxfp4": 32}
 
 
 def weight_format(name: str, group_size: int | None, dtype: torch.dtype) -> WeightFormat:
-    """The format that ``--format`` and ``--group-size`` ask for.
+    """Returns the format that ``--format`` and ``--group-size`` ask for.
 
     Args:
         name: one of DEFAULT_GROUP_SIZES.
@@ -66,9 +66,9 @@ def weight_format(name: str, group_size: int | None, dtype: torch.dtype) -> Weig
 def quantize_checkpoint(
     model: Path, out: Path, *, format_name: str, group_size: int | None = None, experts_only: bool = False
 ) -> dict[str, LinearError]:
-    """Write ``out`` with the linears of ``model``'s decoder layers in another format, and everything else as it is.
+    """Writes ``out`` with the linears of ``model``'s decoder layers in another format, and everything else as it is.
 
-    With ``experts_only`` those of the routed experts alone, as Kimi-K2's are.
+    With ``experts_only`` it quantises those of the routed experts alone, as Kimi-K2's are.
 
     ``out`` appears whole or not at all. NVFP4's static input scales come from a synthetic calibration, see
     ``calibration.largest_inputs``.
@@ -95,7 +95,7 @@ def quantize_checkpoint(
 
 
 class _Source:
-    """The checkpoint to quantise, checked before anything is written."""
+    """A ``_Source`` is the checkpoint to quantise, checked before anything is written."""
 
     def __init__(self, folder: Path, format_name: str, group_size: int | None, experts_only: bool):
         self.folder = folder
@@ -110,7 +110,7 @@ class _Source:
 
     @property
     def ignored(self) -> list[str]:
-        """Modules that a reader of the configuration could take for quantised linears."""
+        """Returns the modules that a reader of the configuration could take for quantised linears."""
         weights = {
             name.removesuffix(".weight")
             for name, spec in self.checkpoint.specs.items()
@@ -121,28 +121,28 @@ class _Source:
 
     @property
     def output_bytes(self) -> int:
-        """Bytes of the quantised checkpoint's tensors and copied files."""
+        """Returns the bytes of the quantised checkpoint's tensors and copied files."""
         kept = [spec for name, spec in self.checkpoint.specs.items() if not self.is_quantized(name)]
         quantized = [spec for module in self.linears for spec in self.format.specs(*self.shape(module)).values()]
         return sum(spec.nbytes for spec in kept + quantized) + sum(path.stat().st_size for path in self.other_files)
 
     @property
     def other_files(self) -> list[Path]:
-        """Tokeniser, chat template, generation configuration and whatever else is no weight."""
+        """Returns tokeniser, chat template, generation configuration and whatever else is no weight."""
         skipped = {CONFIG_FILE, INDEX_FILE}
         files = (path for path in sorted(self.folder.iterdir()) if path.is_file() and path.name not in skipped)
         return [path for path in files if path.suffix not in _WEIGHT_SUFFIXES]
 
     def is_quantized(self, name: str) -> bool:
-        """Whether a tensor is the weight of a linear that becomes quantised."""
+        """Returns whether a tensor is the weight of a linear that becomes quantised."""
         return name.removesuffix(".weight") in self.linears
 
     def shape(self, module: str) -> tuple[int, ...]:
-        """Rows and columns of a linear."""
+        """Returns the rows and columns of a linear."""
         return self.checkpoint.specs[f"{module}.weight"].shape
 
     def fused_with(self, module: str) -> list[str]:
-        """The linears that a server fuses with this one into one GEMM, itself among them."""
+        """Returns the linears that a server fuses with this one into one GEMM, itself among them."""
         return [part for part in fused_with(module) if part in self.linears]
 
     def _check(self) -> None:
@@ -225,7 +225,7 @@ def _write(source: _Source, folder: Path) -> dict[str, LinearError]:
 
 
 def _quantizer(source: _Source) -> Callable[[str, torch.Tensor], Mapping[str, torch.Tensor]]:
-    """How to quantise one linear, given its name and weight."""
+    """Returns a function that quantises one linear, given its name and weight."""
     if not isinstance(source.format, Nvfp4Format):
         return lambda module, weight_OI: source.format.quantize(weight_OI)
     inputs = largest_inputs(source.folder, source.linears)
@@ -242,7 +242,7 @@ def _quantizer(source: _Source) -> Callable[[str, torch.Tensor], Mapping[str, to
 
 
 def _check_finite(module: str, weight_OI: torch.Tensor) -> None:
-    """No format stores such a weight; rounded like the others, it would pass for one."""
+    """Checks that a weight is finite: no format stores another, and rounded like the others, it would pass for one."""
     problems = Bf16Format().problems({"weight": weight_OI})
     if problems:
         raise ValueError(f"{module}.{problems[0]}; quantise an intact checkpoint")

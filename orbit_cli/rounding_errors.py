@@ -1,4 +1,4 @@
-"""What quantising cost: sizes and rounding errors by kind of linear."""
+"""This module says what quantising cost: sizes and rounding errors by kind of linear."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ from orbit_kernels.frozen.product import StoredWeight
 
 @dataclasses.dataclass
 class LinearError:
-    """Sizes and rounding errors of the quantised linears that share a leaf name."""
+    """A ``LinearError`` has sizes and rounding errors of the quantised linears that share a leaf name."""
 
     num_linears: int = 0
     bytes_before: int = 0
@@ -22,12 +22,12 @@ class LinearError:
 
     @property
     def rms_relative(self) -> float:
-        """RMS of the error over the RMS of the weights."""
+        """Returns the RMS of the error over the RMS of the weights."""
         return (self.squared_error / self.squared_weight) ** 0.5 if self.squared_weight else 0.0
 
     @classmethod
     def total(cls, errors: Iterable["LinearError"]) -> "LinearError":
-        """All linears together."""
+        """Returns all linears together."""
         errors = list(errors)
         sums = ("num_linears", "bytes_before", "bytes_after", "squared_error", "squared_weight")
         return cls(
@@ -36,7 +36,7 @@ class LinearError:
         )
 
     def count(self, weight_OI: torch.Tensor, stored: StoredWeight) -> None:
-        """Count one linear; ``max_relative`` is in units of the largest magnitude of its weight."""
+        """Counts one linear; ``max_relative`` is in units of the largest magnitude of its weight."""
         exact = weight_OI.float()
         error = stored.dequantize(torch.float32) - exact
         largest = exact.abs().max().item()
@@ -50,7 +50,7 @@ class LinearError:
 
 
 def table(errors: Mapping[str, LinearError], title: str) -> Table:
-    """Sizes and errors by kind of linear and of all together, for a terminal."""
+    """Returns sizes and errors by kind of linear and of all together, for a terminal."""
     result = Table(title=title)
     for column in ("linear", "number", "bytes before", "bytes after", "max error / largest", "RMS error / RMS"):
         result.add_column(column, justify="left" if column == "linear" else "right")

@@ -1,4 +1,4 @@
-"""A run's ``metrics.jsonl``: read whole, or followed while the run writes it."""
+"""This module reads a run's ``metrics.jsonl`` whole, or follows it while the run writes it."""
 
 import dataclasses
 import json
@@ -23,18 +23,18 @@ _VALIDATION_KEYS = (re.compile(r"val-core/.+/acc/mean@\d+"), re.compile(r"val-co
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The metrics of one step, by verl's names."""
+    """A ``Step`` has the metrics of one step, by verl's names."""
 
     step: int
     values: Mapping[str, float]
 
     def get(self, name: str) -> float | None:
-        """The metric, ``None`` when the step has none of that name."""
+        """Returns the metric, ``None`` when the step has none of that name."""
         return self.values.get(name)
 
     @property
     def validation_accuracy(self) -> float | None:
-        """Validation accuracy as a share, ``None`` when the step was not validated."""
+        """Returns the validation accuracy as a share, ``None`` when the step was not validated."""
         for pattern in _VALIDATION_KEYS:
             found = next((value for name, value in self.values.items() if pattern.fullmatch(name)), None)
             if found is not None:
@@ -43,12 +43,15 @@ class Step:
 
     @property
     def logprob_diff_mean(self) -> float | None:
-        """Mean over tokens of |server's log-prob - trainer's| at the same version, nats; ``None`` without such tokens."""
+        """Returns the mean over tokens of |server's log-prob - trainer's| at the same version, in nats.
+
+        It is ``None`` without such tokens.
+        """
         return self._logprob_diff("mean")
 
     @property
     def logprob_diff_max(self) -> float | None:
-        """The largest of these differences, nats."""
+        """Returns the largest of these differences, in nats."""
         return self._logprob_diff("max")
 
     def _logprob_diff(self, statistic: str) -> float | None:
@@ -57,14 +60,17 @@ class Step:
 
 
 class MetricsFile:
-    """Reads what has been written since the last call; a line that is still being written waits for the next one."""
+    """A ``MetricsFile`` reads what has been written since the last call.
+
+    A line that is still being written waits for the next one.
+    """
 
     def __init__(self, path: Path):
         self._path = path
         self._offset_bytes = 0
 
     def read_new(self) -> list[Step]:
-        """Steps of the lines that are new and complete; none while the file does not exist.
+        """Returns the steps of the lines that are new and complete; none while the file does not exist.
 
         Raises:
             ValueError: a complete line is not an object as verl's ``file`` logger writes it.
@@ -79,7 +85,7 @@ class MetricsFile:
 
 
 def read_run(path: Path) -> list[Step]:
-    """All steps of a ``metrics.jsonl`` in order, the lines of one step merged.
+    """Returns all steps of a ``metrics.jsonl`` in order, the lines of one step merged.
 
     Raises:
         ValueError: the file is missing or empty, or a line is not as verl's ``file`` logger writes it.
@@ -91,7 +97,7 @@ def read_run(path: Path) -> list[Step]:
 
 
 def merge(steps: Iterable[Step]) -> list[Step]:
-    """One entry per step number in rising order; later values of a name win."""
+    """Returns one entry per step number in rising order; later values of a name win."""
     values: dict[int, dict[str, float]] = {}
     for step in steps:
         values.setdefault(step.step, {}).update(step.values)
@@ -99,13 +105,13 @@ def merge(steps: Iterable[Step]) -> list[Step]:
 
 
 def series(steps: Iterable[Step], value_of: Callable[[Step], float | None]) -> list[tuple[int, float]]:
-    """Step numbers and values, where a step has one."""
+    """Returns step numbers and values, where a step has one."""
     values = ((step.step, value_of(step)) for step in steps)
     return [(step, value) for step, value in values if value is not None]
 
 
 def metric(name: str) -> Callable[[Step], float | None]:
-    """For ``series``: the metric of that name."""
+    """Returns a function for ``series``, which gives the metric of that name."""
     return lambda step: step.get(name)
 
 

@@ -1,4 +1,4 @@
-"""What a finished run came to: a short table and a picture."""
+"""This module says what a finished run came to, in a short table and a picture."""
 
 import operator
 import statistics
@@ -22,7 +22,7 @@ _DIFF_MAX = operator.attrgetter("logprob_diff_max")
 
 
 def summary_table(steps: list[Step]) -> Table:
-    """Accuracy, reward, versions, log-prob difference and synchronisation of a run; only what it recorded."""
+    """Returns a table of what a run recorded of accuracy, reward, versions, log-prob difference and synchronisation."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for label, value in _accuracy_rows(steps) + _reward_rows(steps) + _version_rows(steps) + _parity_rows(steps):
         table.add_row(label, value)
@@ -30,7 +30,7 @@ def summary_table(steps: list[Step]) -> Table:
 
 
 def save_picture(steps: list[Step], path: Path) -> None:
-    """Write reward, validation accuracy, log-prob difference and served version over steps as a PNG."""
+    """Writes reward, validation accuracy, log-prob difference and served version over steps as a PNG."""
     figure = Figure(figsize=(10, 7), layout="constrained")
     reward, accuracy, parity, version = figure.subplots(2, 2, sharex=True).flat
     for axes in (reward, accuracy):

@@ -1,4 +1,7 @@
-"""The checks of ``orbit doctor --server``: what a running server says of its slots. Imports neither verl nor SGLang."""
+"""This module has the checks of ``orbit doctor --server``, which ask what a running server says of its slots.
+
+It imports neither verl nor SGLang.
+"""
 
 from orbit_cli.doctor import Check, State
 from orbit_kernels.contract.answers import Base, FilledSlot, Status
@@ -13,7 +16,7 @@ NOT_FOUND = 404
 
 
 def server_checks(url: str, key: str | None) -> list[Check]:
-    """Ask a server about its slots, version, requests and base; the last check has failed when it cannot say."""
+    """Asks a server about its slots, version, requests and base; the last check has failed when it cannot say."""
     checks: list[Check] = []
     try:
         server = SlotClient(url, key, TIMEOUT_S)
@@ -62,7 +65,7 @@ def _held(slots: list[FilledSlot], state: str) -> str:
 
 
 def _key_check(server: SlotClient, key: str | None) -> Check:
-    """Whether the key, or its absence, is accepted by the routes that change slots; asked without changing any."""
+    """Checks whether the routes that change slots accept the key, or its absence; it asks without changing any."""
     if _may_ask_for_payloads(server):
         return Check("server, key", State.OK, "none needed" if key is None else "accepted by every route")
     if key is None:
@@ -75,7 +78,10 @@ def _key_check(server: SlotClient, key: str | None) -> Check:
 
 
 def _may_ask_for_payloads(server: SlotClient) -> bool:
-    """The base has no payload: whoever may ask is told that no slot holds it."""
+    """Returns whether the server answers for payloads.
+
+    The base has no payload: whoever may ask is told that no slot holds it.
+    """
     try:
         server.adapter(BASE_VERSION)
     except CallError as error:

@@ -1,10 +1,10 @@
-"""Apply the patch files beside this script to the running interpreter's site-packages.
+"""This script applies the patch files beside it to the running interpreter's site-packages.
 
     python patches/apply.py            apply what is not applied yet
     python patches/apply.py --check    say what is applied, applies or does not; change nothing
 
-Standard library only, because it runs before anything is installed that could be imported safely. Contexts must match
-exactly. A changed file is replaced, never written in place: installers hard-link files from their cache.
+It uses the standard library only, because it runs before anything is installed that could be imported safely. Contexts
+must match exactly. A changed file is replaced, never written in place: installers hard-link files from their cache.
 """
 
 import argparse
@@ -23,12 +23,12 @@ UPSTREAM = re.compile(r"^Upstream: (\S+)==(\S+)$", re.MULTILINE)
 
 
 class PatchError(Exception):
-    """A patch that does not fit the installed packages."""
+    """A patch does not fit the installed packages."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Hunk:
-    """Lines before and after, and the line numbers (from 1) that they start at."""
+    """A ``Hunk`` has the lines before and after, and the line numbers (from 1) that they start at."""
 
     old_start: int
     new_start: int
@@ -38,14 +38,14 @@ class Hunk:
 
 @dataclasses.dataclass(frozen=True)
 class FilePatch:
-    """The hunks of one file; ``creates`` when the file is new."""
+    """A ``FilePatch`` has the hunks of one file; ``creates`` says that the file is new."""
 
     path: str
     creates: bool
     hunks: list[Hunk]
 
     def state(self, root: pathlib.Path) -> str:
-        """``applied``, ``applies`` or ``conflict`` against the file under ``root``."""
+        """Returns ``applied``, ``applies`` or ``conflict`` against the file under ``root``."""
         target = root / self.path
         if not target.exists():
             return "applies" if self.creates else "conflict"
@@ -57,7 +57,7 @@ class FilePatch:
         return "applies" if all(_matches(lines, hunk.old_start, hunk.old) for hunk in self.hunks) else "conflict"
 
     def apply(self, root: pathlib.Path) -> None:
-        """Write the patched file; ``state`` must be ``applies``."""
+        """Writes the patched file; ``state`` must be ``applies``."""
         target = root / self.path
         lines = [] if self.creates else target.read_text().splitlines(keepends=True)
         for hunk in reversed(self.hunks):
@@ -67,7 +67,7 @@ class FilePatch:
 
 
 def parse(text: str) -> list[FilePatch]:
-    """The file patches of a unified diff; text before the first ``---`` line is its header."""
+    """Returns the file patches of a unified diff; text before the first ``---`` line is its header."""
     files: list[FilePatch] = []
     lines = text.splitlines(keepends=True)
     index = 0
@@ -86,7 +86,7 @@ def parse(text: str) -> list[FilePatch]:
 
 
 def run(root: pathlib.Path, check: bool, patch_dir: pathlib.Path = PATCH_DIR) -> list[str]:
-    """Apply, or only check, every ``*.patch`` of a folder; returns one line per patch.
+    """Applies, or only checks, every ``*.patch`` of a folder; returns one line per patch.
 
     Raises:
         PatchError: a patch does not fit what is installed; nothing of that patch was written.
@@ -149,7 +149,7 @@ def _version_hint(text: str) -> str:
 
 
 def main() -> int:
-    """Command line; exit status 1 with one line on standard error when a patch does not fit."""
+    """Runs the command line; the exit status is 1, with one line on standard error, when a patch does not fit."""
     parser = argparse.ArgumentParser(description="Apply Orbit's patches to the installed packages.")
     parser.add_argument("--check", action="store_true", help="change nothing; fail if a patch does not fit")
     arguments = parser.parse_args()

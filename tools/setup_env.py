@@ -1,9 +1,9 @@
-"""Create ``.venv`` with the pinned stack, or find in a moment that nothing changed.
+"""This script creates ``.venv`` with the pinned stack, or finds in a moment that nothing changed.
 
     python3 tools/setup_env.py
 
-Standard library only, and old enough syntax that a wrong Python can say so. Every failure is one line on standard
-error and exit status 1.
+It uses the standard library only, and syntax that is old enough for a wrong Python to say so. Every failure is one line
+on standard error and exit status 1.
 """
 
 import hashlib
@@ -23,11 +23,11 @@ STAMP = "orbit-setup.sha256"
 
 
 class SetupError(Exception):
-    """What went wrong and how to mend it, in one line."""
+    """The exception says what went wrong and how to mend it, in one line."""
 
 
 def main() -> int:
-    """Set up; returns the exit status."""
+    """Sets up, and returns the exit status."""
     try:
         setup(ROOT)
     except SetupError as error:
@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def setup(root: Path) -> None:
-    """Bring ``root/.venv`` up to date.
+    """Brings ``root/.venv`` up to date.
 
     Raises:
         SetupError: wrong Python, too little disk, or a step that failed.
@@ -72,7 +72,7 @@ def setup(root: Path) -> None:
 
 
 def inputs_digest(root: Path) -> str:
-    """SHA-256 over the names and contents of ``INPUTS``."""
+    """Returns the SHA-256 over the names and contents of ``INPUTS``."""
     digest = hashlib.sha256()
     for path in sorted(path for pattern in INPUTS for path in root.glob(pattern) if path.is_file()):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
@@ -80,14 +80,14 @@ def inputs_digest(root: Path) -> str:
 
 
 def create_venv(venv: Path, root: Path) -> None:
-    """Make an empty environment, after checking the interpreter and the disk."""
+    """Makes an empty environment, after checking the interpreter and the disk."""
     interpreter = find_python()
     check_disk(root, REQUIRED_FREE_BYTES)
     step("creating .venv", [interpreter, "-m", "venv", venv], root)
 
 
 def find_python() -> str:
-    """The first Python 3.12 among the running one and those on PATH.
+    """Returns the first Python 3.12 among the running one and those on PATH.
 
     Raises:
         SetupError: there is none.
@@ -103,14 +103,17 @@ def find_python() -> str:
 
 
 def python_version(interpreter: str) -> tuple:
-    """Major and minor version of an interpreter; (0, 0) for one that does not start, such as an empty pyenv shim."""
+    """Returns the major and minor version of an interpreter.
+
+    It is (0, 0) for one that does not start, such as an empty pyenv shim.
+    """
     code = "import sys; print(*sys.version_info[:2])"
     ran = subprocess.run([interpreter, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False)
     return tuple(int(part) for part in ran.stdout.split()) if ran.returncode == 0 else (0, 0)
 
 
 def check_python(version: tuple, where: str) -> None:
-    """Refuse any Python but 3.12.
+    """Refuses any Python but 3.12.
 
     Raises:
         SetupError: it is another version.
@@ -123,7 +126,7 @@ def check_python(version: tuple, where: str) -> None:
 
 
 def check_disk(folder: Path, required_bytes: int) -> None:
-    """Refuse to start an installation that would not fit.
+    """Refuses to start an installation that would not fit.
 
     Raises:
         SetupError: fewer bytes are free.
@@ -137,7 +140,7 @@ def check_disk(folder: Path, required_bytes: int) -> None:
 
 
 def step(what: str, command: list, root: Path) -> None:
-    """Run one command, its output going through.
+    """Runs one command, whose output goes through.
 
     Raises:
         SetupError: it failed; names the step and what usually mends it.
@@ -158,7 +161,7 @@ def _dotted(version: tuple) -> str:
 
 
 def say(message: str) -> None:
-    """One line of progress."""
+    """Writes one line of progress."""
     sys.stdout.write(f"setup: {message}\n")
     sys.stdout.flush()
 

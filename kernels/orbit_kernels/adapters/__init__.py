@@ -1,6 +1,6 @@
-"""Adapter methods: siblings that differ in how they change a linear, and in nothing else.
+"""The adapter methods are siblings that differ in how they change a linear, and in nothing else.
 
-Importable without torch; the numerics of each method are in ``reference.py`` of its package.
+They can be imported without torch; the numerics of each method are in ``reference.py`` of its package.
 """
 
 from orbit_kernels.adapters.common.method import AdapterMethod
@@ -8,6 +8,6 @@ from orbit_kernels.adapters.lora.method import LoRAMethod
 from orbit_kernels.adapters.oft.method import OFTMethod
 
 METHODS: dict[str, type[AdapterMethod]] = {method.type: method for method in (OFTMethod, LoRAMethod)}
-"""Every method by its ``orbit.adapter.type``."""
+"""The table holds every method by its ``orbit.adapter.type``."""
 
 __all__ = ["METHODS", "AdapterMethod", "LoRAMethod", "OFTMethod"]

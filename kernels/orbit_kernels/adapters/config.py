@@ -1,6 +1,6 @@
-"""What an adapter is: the part of its description that trainer, server and peft must agree on.
+"""This module says what an adapter is: the part of its description that trainer, server and peft must agree on.
 
-Importable without torch.
+It can be imported without torch.
 """
 
 import dataclasses
@@ -18,17 +18,17 @@ PEFT_PREFIX = "base_model.model."
 PEFT_SUFFIX = ".weight"
 
 LINEAR_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The linears of a dense decoder layer, by their Hugging Face leaf names."""
+"""These are the linears of a dense decoder layer, by their Hugging Face leaf names."""
 
 _LEAVES = frozenset(leaf for method in METHODS.values() for leaf in method.leaves)
 
 FROZEN_TARGETS = ("embed_tokens", "lm_head")
-"""Matrices outside the decoder layers, which no adapter may name."""
+"""These are matrices outside the decoder layers, which no adapter may name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """An adapter, as written to peft's ``adapter_config.json``.
+    """An ``AdapterConfig`` describes an adapter as it is written to peft's ``adapter_config.json``.
 
     Args:
         method: how each linear is adapted, with the method's own numbers.
@@ -70,7 +70,7 @@ class AdapterConfig:
 
     @property
     def type(self) -> str:
-        """The method's name, ``oft`` or ``lora``."""
+        """Returns the method's name, ``oft`` or ``lora``."""
         return self.method.type
 
     @functools.cached_property
@@ -78,16 +78,16 @@ class AdapterConfig:
         return tuple(f".{target}" for target in self.target_modules)
 
     def targets(self, module: str) -> bool:
-        """Whether the linear with this Hugging Face module name carries the adapter."""
+        """Returns whether the linear with this Hugging Face module name carries the adapter."""
         if not f".{module}".endswith(self._suffixes):
             return False
         return self.layers is None or layer_number(module) in self.layers
 
     def tied_names(self, tensor: str) -> tuple[str, ...]:
-        """peft's names for what is one tensor where the parts of a fused projection are tied; the first is the owner's.
+        """Returns peft's names for what is one tensor where the parts of a fused projection are tied.
 
-        These are the tensor on the input of each part that carries the adapter, in the order of the parts. Any other tensor
-        goes by its own name alone.
+        The first name is the owner's. The names are those of the tensor on the input of each part that carries the
+        adapter, in the order of the parts. Any other tensor goes by its own name alone.
         """
         module, leaf = split_name(tensor) or ("", "")
         if leaf != self.method.input_leaf:
@@ -95,7 +95,7 @@ class AdapterConfig:
         return tuple(tensor_name(part, leaf) for part in fused_with(module) if self.targets(part)) or (tensor,)
 
     def check_targets(self, modules: Iterable[str]) -> None:
-        """Hold the targets against the linears of a model.
+        """Holds the targets against the linears of a model.
 
         Args:
             modules: Hugging Face names of those that can carry an adapter.
@@ -113,7 +113,7 @@ class AdapterConfig:
             )
 
     def to_peft(self) -> dict[str, Any]:
-        """The configuration as peft's ``adapter_config.json`` holds it."""
+        """Returns the configuration as peft's ``adapter_config.json`` holds it."""
         return {
             "peft_type": self.method.peft_type,
             "task_type": "CAUSAL_LM",
@@ -125,12 +125,12 @@ class AdapterConfig:
         }
 
     def to_peft_json(self) -> str:
-        """``to_peft`` as the text of ``adapter_config.json``."""
+        """Returns ``to_peft`` as the text of ``adapter_config.json``."""
         return json.dumps(self.to_peft(), indent=2, sort_keys=True)
 
     @classmethod
     def from_peft(cls, peft: Mapping[str, Any]) -> "AdapterConfig":
-        """Read a peft configuration.
+        """Reads a peft configuration.
 
         Raises:
             ValueError: it is no known method, or it asks for an option that changes the mathematics.
@@ -157,7 +157,7 @@ class AdapterConfig:
 
     @classmethod
     def from_peft_json(cls, text: str) -> "AdapterConfig":
-        """Read the text of ``adapter_config.json``.
+        """Reads the text of ``adapter_config.json``.
 
         Raises:
             ValueError: the text is not a JSON object, or ``from_peft`` refuses it.
@@ -172,12 +172,12 @@ class AdapterConfig:
 
 
 def tensor_name(module: str, leaf: str = OFTMethod.input_leaf) -> str:
-    """peft's name for an adapter tensor of a linear, from the linear's Hugging Face module name."""
+    """Returns peft's name for an adapter tensor of a linear, from the linear's Hugging Face module name."""
     return f"{PEFT_PREFIX}{module}.{leaf}{PEFT_SUFFIX}"
 
 
 def split_name(tensor: str) -> tuple[str, str] | None:
-    """The linear's Hugging Face module name and the leaf from peft's tensor name; None when it is no adapter's."""
+    """Returns a linear's Hugging Face module name and the leaf from peft's tensor name; None if it is no adapter's."""
     if not (tensor.startswith(PEFT_PREFIX) and tensor.endswith(PEFT_SUFFIX)):
         return None
     module, _, leaf = tensor[len(PEFT_PREFIX) : -len(PEFT_SUFFIX)].rpartition(".")
@@ -185,6 +185,6 @@ def split_name(tensor: str) -> tuple[str, str] | None:
 
 
 def module_name(tensor: str) -> str | None:
-    """The linear's Hugging Face module name from peft's tensor name; None when it is no adapter's."""
+    """Returns the linear's Hugging Face module name from peft's tensor name; None when it is no adapter's."""
     names = split_name(tensor)
     return names and names[0]

@@ -1,1 +1,1 @@
-"""A checkpoint folder read and checked, and what a base is, to the bit."""
+"""This package reads and checks a checkpoint folder, and says what a base is, to the bit."""

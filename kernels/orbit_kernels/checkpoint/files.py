@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint folder of safetensors files, read tensor by tensor."""
+"""This module reads a Hugging Face checkpoint folder of safetensors files, tensor by tensor."""
 
 import json
 import struct
@@ -36,7 +36,7 @@ _DTYPES = {
 
 
 class HFCheckpoint:
-    """Names, shapes, dtypes and tensors of a checkpoint. Opening it reads the files' headers only.
+    """An ``HFCheckpoint`` has a checkpoint's names, shapes, dtypes and tensors; opening it reads the headers only.
 
     Raises:
         ValueError: the folder, its safetensors files or a file that its index lists does not exist, a file is truncated
@@ -55,11 +55,11 @@ class HFCheckpoint:
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
-        """Shape and dtype of every stored tensor."""
+        """Returns the shape and dtype of every stored tensor."""
         return self._specs
 
     def files(self) -> dict[Path, list[str]]:
-        """The tensors of each file, in the order of its header."""
+        """Returns the tensors of each file, in the order of its header."""
         names: dict[Path, list[str]] = {}
         for name, path in self._files.items():
             names.setdefault(path, []).append(name)
@@ -69,7 +69,7 @@ class HFCheckpoint:
         return name in self._files
 
     def check(self, expected: Mapping[str, torch.Size | TensorSpec], *, optional: frozenset[str] = frozenset()) -> None:
-        """Hold the files against the tensors that a model needs.
+        """Holds the files against the tensors that a model needs.
 
         Args:
             expected: by tensor name the spec, or the shape alone where any dtype will do.
@@ -87,7 +87,7 @@ class HFCheckpoint:
             raise ValueError(f"checkpoint {self.folder} does not fit its config.json: {'; '.join(problems)}")
 
     def check_values(self, formats: Mapping[str, WeightFormat]) -> None:
-        """Read the scales, shapes and the like of each linear and refuse values that no weight has.
+        """Reads the scales, shapes and the like of each linear and refuses values that no weight has.
 
         One linear is read at a time, and no weight.
 
@@ -106,9 +106,10 @@ class HFCheckpoint:
             raise ValueError(f"checkpoint {self.folder} holds impossible values: {'; '.join(problems)}")
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor, on the CPU, in its stored dtype.
+        """Returns one tensor, on the CPU, in its stored dtype.
 
-        The file that was read last stays open: opening one parses its whole header, milliseconds for thousands of experts.
+        The file that was read last stays open: opening one parses its whole header, which takes milliseconds for
+        thousands of experts.
         """
         path = self._files[name]
         if self._open is None or self._open[0] != path:
@@ -118,7 +119,7 @@ class HFCheckpoint:
     def stored_weight(
         self, module: str, weight_format: WeightFormat, rows: int, columns: int
     ) -> dict[str, torch.Tensor]:
-        """The stored tensors of one linear by leaf name, in the format's dtypes."""
+        """Returns the stored tensors of one linear by leaf name, in the format's dtypes."""
         specs = weight_format.specs(rows, columns)
         return {leaf: as_dtype(self.tensor(f"{module}.{leaf}"), spec.dtype) for leaf, spec in specs.items()}
 
@@ -141,7 +142,7 @@ class HFCheckpoint:
 
 
 def _read_header(path: Path) -> dict[str, TensorSpec]:
-    """Shape and dtype of the tensors of one file.
+    """Returns the shape and dtype of the tensors of one file.
 
     The header is read here and not by safetensors, which refuses a truncated file without a word on what is missing.
     """

@@ -1,4 +1,7 @@
-"""What the base is, to the bit: format of every linear and a digest of every stored tensor, for trainer and server alike."""
+"""This module says what the base is, to the bit, for trainer and server alike.
+
+A manifest has the format of every linear and a digest of every stored tensor.
+"""
 
 import dataclasses
 import hashlib
@@ -13,7 +16,7 @@ from orbit_kernels.formats.common.weight_format import WeightFormat
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """SHA-256 over dtype, shape and bits, as hexadecimal digits; a contiguous CPU tensor is not copied."""
+    """Returns the SHA-256 over dtype, shape and bits, as hexadecimal digits; a contiguous CPU tensor is not copied."""
     data = tensor.detach().cpu().contiguous()
     digest = hashlib.sha256(f"{_dtype_name(data)}|{tuple(data.shape)}|".encode())
     digest.update(data.reshape(-1).view(torch.uint8).numpy())
@@ -22,7 +25,10 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Cut:
-    """A range of one dimension of a stored tensor, as a rank of a server holds it; written behind the tensor's name."""
+    """A ``Cut`` is a range of one dimension of a stored tensor, as a rank of a server holds it.
+
+    It is written behind the tensor's name.
+    """
 
     dim: int
     start: int
@@ -32,7 +38,7 @@ class Cut:
         return f"[{self.dim}, {self.start}:{self.stop}]"
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """That part of a tensor, as a view."""
+        """Returns that part of a tensor, as a view."""
         return tensor.narrow(self.dim, self.start, self.stop - self.start)
 
 
@@ -41,7 +47,7 @@ _CUT_NAME = re.compile(r"(?P<name>.+)\[(?P<dim>\d+), (?P<start>\d+):(?P<stop>\d+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaseManifest:
-    """A base model's formats and tensors.
+    """A ``BaseManifest`` lists a base model's formats and tensors.
 
     Attributes:
         formats: ``WeightFormat.describe()`` of every linear, by module name.
@@ -59,7 +65,7 @@ class BaseManifest:
         tensors: Iterable[tuple[str, torch.Tensor]],
         cuts: Mapping[str, Sequence[Cut]] | None = None,
     ) -> "BaseManifest":
-        """Digest tensors one by one, so that they may be made as they are asked for.
+        """Digests tensors one by one, so that they may be made as they are asked for.
 
         Args:
             formats: of every linear, by module name.
@@ -82,7 +88,7 @@ class BaseManifest:
 
     @classmethod
     def union(cls, ranks: Sequence["BaseManifest"]) -> "BaseManifest":
-        """What the ranks of a server, or of a trainer, hold together; what several hold is the same.
+        """Returns what the ranks of a server, or of a trainer, hold together; what several hold is the same.
 
         Raises:
             ValueError: ranks hold different things under one name; both are given.
@@ -101,7 +107,7 @@ class BaseManifest:
 
     @property
     def cuts(self) -> dict[str, tuple[Cut, ...]]:
-        """The parts, in order, of every tensor that is listed in parts."""
+        """Returns the parts, in order, of every tensor that is listed in parts."""
         found: dict[str, list[Cut]] = {}
         for match in filter(None, map(_CUT_NAME.fullmatch, self.tensors)):
             found.setdefault(match["name"], []).append(Cut(*(int(match[key]) for key in ("dim", "start", "stop"))))
@@ -109,16 +115,16 @@ class BaseManifest:
 
     @property
     def digest(self) -> str:
-        """SHA-256 over formats and tensors, whatever their order."""
+        """Returns the SHA-256 over formats and tensors, whatever their order."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
-        """The manifest as JSON text; equal manifests give equal text."""
+        """Returns the manifest as JSON text; equal manifests give equal text."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> "BaseManifest":
-        """Read ``to_json``'s text.
+        """Reads ``to_json``'s text.
 
         Raises:
             ValueError: it is something else.
@@ -135,9 +141,10 @@ class BaseManifest:
 
 
 def first_difference(ours: BaseManifest, theirs: BaseManifest, holders: tuple[str, str]) -> str | None:
-    """The first thing in which two bases differ, with its name and both values; None when they are the same to the bit.
+    """Returns the first thing in which two bases differ, with its name and both values.
 
-    Formats come first, because a wrong format explains differing tensors; then tensors by name.
+    It is None when they are the same to the bit. Formats come first, because a wrong format explains differing tensors;
+    then come tensors by name.
 
     Args:
         ours: one base.
@@ -172,7 +179,7 @@ def _entry(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def _require_whole(name: str, tensor: torch.Tensor, parts: Sequence[Cut]) -> None:
-    """Parts in order must follow one another from the start to the end of one dimension."""
+    """Checks that the parts, in order, follow one another from the start to the end of one dimension."""
     dims = {cut.dim for cut in parts}
     dim = dims.pop()
     size = tensor.shape[dim] if not dims and dim < tensor.dim() else None

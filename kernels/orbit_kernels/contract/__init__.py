@@ -1,1 +1,1 @@
-"""What trainer and server say to each other: versions, payload, routes, answers, errors, options."""
+"""This package says what trainer and server tell each other: versions, payload, routes, answers, errors, options."""

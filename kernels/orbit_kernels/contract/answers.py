@@ -1,4 +1,4 @@
-"""What the routes of the slots answer. Importable without torch."""
+"""This module defines what the routes of the slots answer; it can be imported without torch."""
 
 from typing import Annotated, Any, Literal
 
@@ -12,7 +12,7 @@ PauseMs = Annotated[float, Field(description="Time that the scheduler's loop was
 
 
 class Error(BaseModel):
-    """Why a request was refused; ``code`` is for programs."""
+    """An error says why a request was refused; ``code`` is for programs."""
 
     code: str
     message: str
@@ -20,26 +20,26 @@ class Error(BaseModel):
 
 
 class Refused(BaseModel):
-    """A refusal; nothing was changed."""
+    """This answer is a refusal; nothing was changed."""
 
     error: Error
 
 
 class Unauthorized(BaseModel):
-    """SGLang's own answer to a missing or wrong key."""
+    """This is SGLang's own answer to a missing or wrong key."""
 
     error: Literal["Unauthorized"]
 
 
 class Slot(BaseModel):
-    """One of the slots."""
+    """This is one of the slots."""
 
     slot: int
     state: Literal["empty", "staging", "staged", "active"]
 
 
 class StagedAdapter(BaseModel):
-    """What a slot holds; ``modules`` counts adapted linears by leaf name."""
+    """This is what a slot holds; ``modules`` counts adapted linears by leaf name."""
 
     version: Version
     adapter_type: AdapterType
@@ -55,20 +55,20 @@ class Staged(StagedAdapter):
 
 
 class EmptySlot(Slot):
-    """A slot that holds no version."""
+    """This slot holds no version."""
 
     state: Literal["empty", "staging"]
     version: None = None
 
 
 class FilledSlot(StagedAdapter, Slot):
-    """A slot that holds a version, or is ``staging`` the next one over it."""
+    """This slot holds a version, or is ``staging`` the next one over it."""
 
     state: Literal["staging", "staged", "active"]
 
 
 class Status(BaseModel):
-    """Slots, versions, requests and counters."""
+    """The status has slots, versions, requests and counters."""
 
     active_version: Version
     versions: Annotated[list[int], Field(description="Versions that a request may ask for.")]
@@ -84,13 +84,13 @@ class Status(BaseModel):
     busy_s: Annotated[float, Field(description="Time with at least one request.")]
 
     def holder_of(self, version: int) -> FilledSlot | None:
-        """The slot with a version that a request may use; the base is in none."""
+        """Returns the slot with a version that a request may use; the base is in none."""
         filled = (slot for slot in self.slots if isinstance(slot, FilledSlot) and slot.state != "staging")
         return next((slot for slot in filled if slot.version == version), None)
 
 
 class Activated(BaseModel):
-    """The version that new requests get from now on."""
+    """This names the version that new requests get from now on."""
 
     active_version: Version
     pause_ms: PauseMs
@@ -99,13 +99,13 @@ class Activated(BaseModel):
 
 
 class Discarded(BaseModel):
-    """Versions that were dropped."""
+    """These versions were dropped."""
 
     discarded: list[int]
 
 
 class Base(BaseModel):
-    """Format of every linear, and dtype, shape and SHA-256 of every stored tensor, by name."""
+    """The base has the format of every linear, and dtype, shape and SHA-256 of every stored tensor, by name."""
 
     formats: dict[str, dict[str, Any]]
     tensors: dict[str, dict[str, Any]]

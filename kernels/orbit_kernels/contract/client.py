@@ -1,6 +1,6 @@
-"""The client of a server's slots. Importable without torch.
+"""This module has the clients of a server's slots; it can be imported without torch.
 
-``SlotClient`` for everyone, ``AsyncSlotClient`` where calls run side by side. Neither tries twice.
+``SlotClient`` is for everyone, ``AsyncSlotClient`` for code whose calls run side by side. Neither tries twice.
 """
 
 import asyncio
@@ -19,16 +19,16 @@ from orbit_kernels.contract.keys import DEFAULT_INFLIGHT, InflightMode
 from orbit_kernels.contract.routes import Route
 
 TIMEOUT_S = 60.0
-"""A call waits for the batch that is running; a staging also for its slot to be written."""
+"""A call waits for the batch that is running; a staging waits also for its slot to be written."""
 
 UNAUTHORIZED = 401
-"""Status of SGLang's own answer to a missing or wrong key."""
+"""This is the status of SGLang's own answer to a missing or wrong key."""
 
 _MAX_TEXT = 500
 
 
 class CallError(Exception):
-    """A call of a route that was not answered with success.
+    """A call of a route was not answered with success.
 
     Attributes:
         status: HTTP status; None when there was no answer.
@@ -52,12 +52,13 @@ class CallError(Exception):
 
 
 class AsyncSlotClient:
-    """Calls of one server's routes, one connection each.
+    """An ``AsyncSlotClient`` calls one server's routes, with one connection for each call.
 
     Args:
         url: of the server, e.g. ``http://127.0.0.1:30000``.
         key: of its ``--api-key`` or ``--admin-api-key``, if it has one.
-        timeout_s: limit of one call in seconds, from the connection to the last byte; ``timeout_s`` of a call overrides it.
+        timeout_s: limit of one call in seconds, from the connection to the last byte; ``timeout_s`` of a call overrides
+            it.
 
     Raises:
         ValueError: no HTTP header can carry the key.
@@ -75,21 +76,21 @@ class AsyncSlotClient:
         self._timeout_s = timeout_s
 
     async def status(self, *, timeout_s: float | None = None) -> Status:
-        """What the slots hold."""
+        """Returns what the slots hold."""
         return await self._call(routes.STATUS, timeout_s)
 
     async def base(self, *, timeout_s: float | None = None) -> Base:
-        """What the frozen base is."""
+        """Returns what the frozen base is."""
         return await self._call(routes.BASE, timeout_s)
 
     async def stage(self, version: int, payload: bytes, *, timeout_s: float | None = None) -> Staged:
-        """Put a payload into an inactive slot."""
+        """Puts a payload into an inactive slot."""
         return await self._call(routes.STAGE, timeout_s, params={"version": version}, content=payload)
 
     async def activate(
         self, version: int, inflight: InflightMode = DEFAULT_INFLIGHT, *, timeout_s: float | None = None
     ) -> Activated:
-        """Make a staged version the one that new requests get."""
+        """Makes a staged version the one that new requests get."""
         return await self._call(routes.ACTIVATE, timeout_s, json={"version": version, "inflight": inflight})
 
     async def rollback(
@@ -99,16 +100,16 @@ class AsyncSlotClient:
         *,
         timeout_s: float | None = None,
     ) -> Activated:
-        """Go back to an older version, by default the one before."""
+        """Goes back to an older version, by default the one before."""
         chosen = {} if version is None else {"version": version}
         return await self._call(routes.ROLLBACK, timeout_s, json={**chosen, "inflight": inflight})
 
     async def discard(self, *, timeout_s: float | None = None) -> Discarded:
-        """Empty the inactive slots."""
+        """Empties the inactive slots."""
         return await self._call(routes.DISCARD, timeout_s)
 
     async def adapter(self, version: int, *, timeout_s: float | None = None) -> bytes:
-        """A version's payload, as it was staged."""
+        """Returns a version's payload, as it was staged."""
         return (await self._send(routes.ADAPTER, timeout_s, params={"version": version})).content
 
     async def _call[Answer: BaseModel](self, route: Route[Answer], timeout_s: float | None, **request: Any) -> Answer:
@@ -143,49 +144,52 @@ class AsyncSlotClient:
 
 
 class SlotClient:
-    """``AsyncSlotClient`` for code without an event loop; every call runs one of its own, so threads may share a client."""
+    """A ``SlotClient`` is an ``AsyncSlotClient`` for code without an event loop.
+
+    Every call runs a loop of its own, so threads may share a client.
+    """
 
     def __init__(self, url: str, key: str | None = None, timeout_s: float = TIMEOUT_S):
         self.url = url
         self._client = AsyncSlotClient(url, key, timeout_s)
 
     def status(self) -> Status:
-        """What the slots hold."""
+        """Returns what the slots hold."""
         return asyncio.run(self._client.status())
 
     def base(self) -> Base:
-        """What the frozen base is."""
+        """Returns what the frozen base is."""
         return asyncio.run(self._client.base())
 
     def stage(self, version: int, payload: bytes) -> Staged:
-        """Put a payload into an inactive slot."""
+        """Puts a payload into an inactive slot."""
         return asyncio.run(self._client.stage(version, payload))
 
     def activate(self, version: int, inflight: InflightMode = DEFAULT_INFLIGHT) -> Activated:
-        """Make a staged version the one that new requests get."""
+        """Makes a staged version the one that new requests get."""
         return asyncio.run(self._client.activate(version, inflight))
 
     def rollback(self, version: int | None = None, inflight: InflightMode = DEFAULT_INFLIGHT) -> Activated:
-        """Go back to an older version, by default the one before."""
+        """Goes back to an older version, by default the one before."""
         return asyncio.run(self._client.rollback(version, inflight))
 
     def discard(self) -> Discarded:
-        """Empty the inactive slots."""
+        """Empties the inactive slots."""
         return asyncio.run(self._client.discard())
 
     def adapter(self, version: int) -> bytes:
-        """A version's payload, as it was staged."""
+        """Returns a version's payload, as it was staged."""
         return asyncio.run(self._client.adapter(version))
 
 
 @functools.cache
 def _tls() -> ssl.SSLContext:
-    """What https needs; made once, because reading the certificates takes longer than a call."""
+    """Returns what https needs; it is made once, because reading the certificates takes longer than a call."""
     return httpx.create_ssl_context(trust_env=False)
 
 
 def _what_happened(error: Exception) -> str:
-    """The kind of an error and, where that is safe, its cause: other texts of httpx may quote a header."""
+    """Returns the kind of an error and, where that is safe, its cause: other texts of httpx may quote a header."""
     kind = type(error).__name__
     if not isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError):
         return kind
@@ -198,7 +202,7 @@ def _what_happened(error: Exception) -> str:
 
 
 def _refused(response: httpx.Response) -> CallError:
-    """What an answer other than success says."""
+    """Returns what an answer other than success says, as an error."""
     status = response.status_code
     try:
         error = Refused.model_validate_json(response.content).error

@@ -1,16 +1,19 @@
-"""Why a request is refused: every code with its HTTP status, and the form of every refusal. Importable without torch."""
+"""This module says why a request is refused: it has every code with its HTTP status, and the form of every refusal.
+
+It can be imported without torch.
+"""
 
 import enum
 from typing import Any
 
 
 class ErrorCode(enum.StrEnum):
-    """What is wrong, for programs; ``status`` is the HTTP status, one for each code."""
+    """An error code says what is wrong, for programs; ``status`` is the HTTP status, one for each code."""
 
     status: int
 
     def __new__(cls, code: str, status: int):
-        """A member that is its code."""
+        """Makes a member that is its code."""
         member = str.__new__(cls, code)
         member._value_ = code
         member.status = status
@@ -36,12 +39,12 @@ class ErrorCode(enum.StrEnum):
 
 
 def error_body(code: ErrorCode, message: str, detail: Any = None) -> dict[str, Any]:
-    """The JSON body of every refusal: ``{"error": {"code", "message", "detail"}}``."""
+    """Returns the JSON body of every refusal: ``{"error": {"code", "message", "detail"}}``."""
     return {"error": {"code": code.value, "message": message, "detail": detail}}
 
 
 class Refusal(Exception):
-    """A server does not do what a request asks for. It travels between the server's processes."""
+    """A server does not do what a request asks for; the exception travels between the server's processes."""
 
     def __init__(self, code: ErrorCode, message: str, detail: Any = None):
         super().__init__(code, message, detail)  # pickle makes the copy from these
@@ -54,5 +57,5 @@ class Refusal(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The answer's body; its HTTP status is the code's."""
+        """Returns the answer's body; its HTTP status is the code's."""
         return error_body(self.code, self.message, self.detail)

@@ -1,7 +1,7 @@
-"""Options, each declared once: its name, default, rule and help text. Importable without torch.
+"""This module declares each option once: its name, default, rule and help text. It can be imported without torch.
 
-What trainer and server must both know stands here. From its declaration come the key of a run (``orbit.adapter.rank``), the
-flag of a server (``--orbit-rank``), and what a run passes on to its servers.
+What trainer and server must both know stands here. From its declaration come the key of a run (``orbit.adapter.rank``),
+the flag of a server (``--orbit-rank``), and what a run passes on to its servers.
 """
 
 import dataclasses
@@ -14,20 +14,20 @@ AdapterType = Literal["oft", "lora"]
 FusedMode = Literal["tied", "split"]
 ExpertsMode = Literal["each", "common"]
 Activations = Literal["deployed", "none"]
-"""Whether the input of a linear is quantised as the deployed kernel does it, or not at all."""
+"""The value says whether the input of a linear is quantised as the deployed kernel does it, or not at all."""
 
 ENABLE_FLAG = "enable_orbit_slots"
-"""The server's switch, as a field of SGLang's ``ServerArgs``."""
+"""This is the server's switch, as a field of SGLang's ``ServerArgs``."""
 
 SEEDED_SAMPLING_FLAG = "orbit_seeded_sampling"
-"""What a run with a seed asks of its servers, as a field of ``ServerArgs``."""
+"""A run with a seed asks this of its servers, as a field of ``ServerArgs``."""
 
 _METADATA_KEY = "option"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Option:
-    """What is said of a field of ``Options`` beside its name, type and default.
+    """An ``Option`` is what is said of a field of ``Options`` beside its name, type and default.
 
     Args:
         help: what it does, as a user reads it.
@@ -43,13 +43,15 @@ class Option:
 
 
 def option(default: Any, help: str, **rule: Any) -> Any:
-    """A field of ``Options``; a type ``Literal`` limits it to those values."""
+    """Declares a field of ``Options``; a type ``Literal`` limits it to those values."""
     return dataclasses.field(default=default, metadata={_METADATA_KEY: Option(help=help, **rule)})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """A group of options: subclasses are frozen dataclasses. Each value is checked when the group is built.
+    """``Options`` is a group of options, and each value is checked when the group is built.
+
+    Subclasses are frozen dataclasses.
 
     Raises:
         ValueError: a value breaks its option's rule; the message names the option as its user wrote it.
@@ -63,24 +65,24 @@ class Options:
 
     @classmethod
     def declared(cls) -> Iterator[tuple[dataclasses.Field, Option]]:
-        """Every option with its field."""
+        """Yields every option with its field."""
         for field in dataclasses.fields(cls):
             if _METADATA_KEY in field.metadata:
                 yield field, field.metadata[_METADATA_KEY]
 
     @classmethod
     def written(cls, name: str, value: str) -> str:
-        """An option and its value as the user of this group writes them."""
+        """Returns an option and its value as the user of this group writes them."""
         return f"{name}={value}"
 
 
 def choices(field: dataclasses.Field) -> tuple[str, ...] | None:
-    """The values that an option may have, where its type lists them."""
+    """Returns the values that an option may have, where its type lists them."""
     return get_args(field.type) if get_origin(field.type) is Literal else None
 
 
 def _problem(field: dataclasses.Field, rule: Option, value: Any) -> str | None:
-    """Why an option cannot have a value; None when it can."""
+    """Returns why an option cannot have a value; None when it can."""
     if (allowed := choices(field)) is not None:
         return None if value in allowed else f"must be one of {', '.join(allowed)}"
     types = get_args(field.type) or (field.type,)
@@ -93,7 +95,7 @@ def _problem(field: dataclasses.Field, rule: Option, value: Any) -> str | None:
 
 
 def _number_problem(rule: Option, value: Any, *, whole: bool) -> str | None:
-    """What a number must be and is not."""
+    """Returns what a number must be and is not; None when it is as it must be."""
     if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
         return "must be a whole number" if whole else "must be a number"
     if rule.at_least is not None and value < rule.at_least:
@@ -105,7 +107,7 @@ def _number_problem(rule: Option, value: Any, *, whole: bool) -> str | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterOptions(Options):
-    """What the slots of a server must know of the adapters that a run trains."""
+    """``AdapterOptions`` are what the slots of a server must know of the adapters that a run trains."""
 
     type: AdapterType = option(
         "oft",
@@ -146,7 +148,10 @@ class AdapterOptions(Options):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaseOptions(Options):
-    """How trainer and servers compute with the frozen base, as it is stored; on a GPU, servers compute as deployed."""
+    """``BaseOptions`` say how trainer and servers compute with the frozen base as it is stored.
+
+    On a GPU, servers compute as deployed.
+    """
 
     activations: Activations = option(
         "deployed",
@@ -169,5 +174,5 @@ class BaseOptions(Options):
 
     @property
     def chunk_bytes(self) -> int:
-        """``dequant_chunk_mb`` in bytes."""
+        """Returns ``dequant_chunk_mb`` in bytes."""
         return self.dequant_chunk_mb * 2**20

@@ -1,12 +1,13 @@
-"""The payload that carries one adapter version from trainer to server, and what the two say about it.
+"""This module defines the payload that carries one adapter version from trainer to server.
 
-A payload is a safetensors file in memory: peft's tensor names, and the text of peft's ``adapter_config.json`` under the
-metadata key ``adapter_config``. No pickle, no compression: its size is the adapter's own plus the header.
+It also defines what the two say about it. A payload is a safetensors file in memory: it has peft's tensor names, and
+the text of peft's ``adapter_config.json`` under the metadata key ``adapter_config``. There is no pickle and no
+compression: its size is the adapter's own plus the header.
 
-The metadata key ``orbit_format`` holds the format's number, and ``fused`` says whether the parts of a fused projection share
-one tensor on their input (OFT's rotation, LoRA's A). Where they do (``tied``) it is there once, under the name of its owner:
-the first part that carries the adapter (``AdapterConfig.tied_names``). A file without the number is one of peft's: every
-part has a tensor of its own.
+The metadata key ``orbit_format`` holds the format's number, and ``fused`` says whether the parts of a fused projection
+share one tensor on their input (OFT's rotation, LoRA's A). Where they do (``tied``) it is there once, under the name of
+its owner: the first part that carries the adapter (``AdapterConfig.tied_names``). A file without the number is one of
+peft's: every part has a tensor of its own.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ FORMAT_KEY = "orbit_format"
 FUSED_KEY = "fused"
 
 FORMAT = "2"
-"""Number of the payload's format, which goes up when a reader of the last one would misread it."""
+"""This is the number of the payload's format, which goes up when a reader of the last one would misread it."""
 
 # The first format had no number, and this key where parts were left out.
 _KEY_OF_FORMAT_1 = "shared_parts"
@@ -37,7 +38,7 @@ _HASHED_TOGETHER_BYTES = 1 << 18
 
 
 class AdapterError(ValueError):
-    """A payload that the receiver refuses, with every problem found, not only the first."""
+    """The receiver refuses a payload, with every problem found, not only the first."""
 
     def __init__(self, problems: Iterable[str]):
         self.problems = list(problems)
@@ -46,7 +47,7 @@ class AdapterError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """Tensors by peft's names, and the configuration that they were made with.
+    """An ``Adapter`` holds tensors by peft's names, and the configuration that they were made with.
 
     Args:
         tensors: each once; in a tied adapter, one that the parts of a fused projection share goes by its owner's name.
@@ -60,11 +61,14 @@ class Adapter:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensors in bytes, each counted once, without the header."""
+        """Returns the size of the tensors in bytes, each counted once, without the header."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def digest(self) -> str:
-        """SHA-256 over configuration, tie, names, dtypes, shapes and values; independent of the tensors' order."""
+        """Returns the SHA-256 over configuration, tie, names, dtypes, shapes and values.
+
+        It is independent of the tensors' order.
+        """
         digest = hashlib.sha256(self.config.to_peft_json().encode())
         if self.tied:
             digest.update(f"{FUSED_KEY}|tied|".encode())
@@ -83,16 +87,19 @@ class Adapter:
         return digest.hexdigest()
 
     def untied(self) -> "Adapter":
-        """The same adapter as peft has it, with every tensor under its own name; those of tied parts are one object."""
+        """Returns the same adapter as peft has it, with every tensor under its own name.
+
+        Those of tied parts are one object.
+        """
         names = {name: self.config.tied_names(name) if self.tied else (name,) for name in self.tensors}
         return Adapter({each: self.tensors[name] for name in names for each in names[name]}, self.config)
 
     def encode(self) -> bytes:
-        """The payload for a server."""
+        """Returns the payload for a server."""
         return self._save({FORMAT_KEY: FORMAT, FUSED_KEY: "tied" if self.tied else "split"})
 
     def to_peft_file(self) -> bytes:
-        """``adapter_model.safetensors`` as peft reads it."""
+        """Returns ``adapter_model.safetensors`` as peft reads it."""
         return self.untied()._save({})
 
     def _save(self, metadata: Mapping[str, str]) -> bytes:
@@ -105,7 +112,7 @@ class Adapter:
 
     @classmethod
     def decode(cls, payload: bytes) -> "Adapter":
-        """Read a payload; the tensors are copies.
+        """Reads a payload; the tensors are copies.
 
         Raises:
             AdapterError: not safetensors, no configuration, or a configuration or a format that is not supported.
@@ -127,18 +134,18 @@ class Adapter:
         return cls(tensors, config, _is_tied(metadata))
 
     def module_tensors(self, module: str) -> dict[str, torch.Tensor]:
-        """One linear's tensors by leaf, empty when it carries no adapter; those of tied parts are one object."""
+        """Returns one linear's tensors by leaf, none when it carries no adapter; those of tied parts are one object."""
         if not self.config.targets(module):
             return {}
         owners = {leaf: self._owner(tensor_name(module, leaf)) for leaf in self.config.method.leaves}
         return {leaf: self.tensors[owner] for leaf, owner in owners.items() if owner in self.tensors}
 
     def modules(self) -> list[str]:
-        """Hugging Face names of the linears that carry the adapter, sorted."""
+        """Returns the Hugging Face names of the linears that carry the adapter, sorted."""
         return sorted({module for name in self.untied().tensors if (module := module_name(name))})
 
     def check(self, linears: Mapping[str, tuple[int, int]]) -> None:
-        """Hold the tensors against the linears of a model.
+        """Holds the tensors against the linears of a model.
 
         Args:
             linears: rows and columns of every weight that can carry an adapter, by Hugging Face module name.
@@ -196,7 +203,7 @@ class Adapter:
         return None
 
     def _not_finite(self, names: list[str]) -> list[str]:
-        """Those of the named tensors that hold a value that is not finite."""
+        """Returns those of the named tensors that hold a value that is not finite."""
         if not names:
             return []
         norms = torch._foreach_norm([self.tensors[name] for name in names], float("inf"))  # pyright: ignore[reportPrivateImportUsage]
@@ -205,12 +212,12 @@ class Adapter:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    """The bits of a contiguous CPU tensor."""
+    """Returns the bits of a contiguous CPU tensor."""
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())
 
 
 def _is_tied(metadata: Mapping[str, str]) -> bool:
-    """Whether the parts of a fused projection share the tensor on their input.
+    """Returns whether the parts of a fused projection share the tensor on their input.
 
     Raises:
         AdapterError: a format or a value that this release does not read.
@@ -237,6 +244,6 @@ def _is_tied(metadata: Mapping[str, str]) -> bool:
 
 
 def _metadata(payload: bytes) -> dict[str, str]:
-    """The metadata of a safetensors buffer that the library has already accepted."""
+    """Returns the metadata of a safetensors buffer that the library has already accepted."""
     header_bytes = int.from_bytes(payload[:8], "little")
     return json.loads(payload[8 : 8 + header_bytes]).get("__metadata__") or {}

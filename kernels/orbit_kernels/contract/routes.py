@@ -1,4 +1,4 @@
-"""The routes of the slots: what each takes, answers and refuses. Importable without torch."""
+"""This module declares what each route of the slots takes, answers and refuses. It can be imported without torch."""
 
 import dataclasses
 from typing import Any, Literal
@@ -14,15 +14,15 @@ FIELDS: dict[str, dict[str, Any]] = {
     "version": {"type": "integer", "minimum": BASE_VERSION, "maximum": MAX_VERSION},
     "inflight": {"type": "string", "enum": list(INFLIGHT_MODES), "default": DEFAULT_INFLIGHT},
 }
-"""JSON schema of everything that a query or a body may hold."""
+"""The table has the JSON schema of everything that a query or a body may hold."""
 
 PAYLOAD = "application/octet-stream"
-"""Media type of an adapter's bytes."""
+"""This is the media type of an adapter's bytes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Route[Answer: BaseModel]:
-    """One route.
+    """A ``Route`` declares one route.
 
     Args:
         method: HTTP method.
@@ -49,12 +49,12 @@ class Route[Answer: BaseModel]:
 
     @property
     def name(self) -> str:
-        """The route's name in code: of the server's endpoint and the client's method."""
+        """Returns the route's name in code: that of the server's endpoint and of the client's method."""
         return self.path.rpartition("/")[2]
 
     @property
     def codes(self) -> tuple[ErrorCode, ...]:
-        """Every code that it may answer with, in the order of their statuses."""
+        """Returns every code that it may answer with, in the order of their statuses."""
         return tuple(sorted((*self.refusals, ErrorCode.SCHEDULER_TIMEOUT), key=lambda code: code.status))
 
 

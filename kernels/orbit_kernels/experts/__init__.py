@@ -1,4 +1,4 @@
-"""Frozen mixture-of-experts layers: the experts that a router chose, dequantised a chunk at a time.
+"""This package computes frozen mixture-of-experts layers: it dequantises the experts that a router chose by chunks.
 
 `mlp.expert_mlp` is the one entry; trainer and server both call it. Where the experts are spread over ranks, the trainer
 puts an exchange of rows between its steps: `routing.gather`, `mlp.expert_outputs` and `routing.combine`.

@@ -1,6 +1,6 @@
-"""The frozen product of a chunk of experts with their rows; the input alone has a gradient.
+"""This module multiplies a chunk of frozen experts with their rows; the input alone has a gradient.
 
-Dimension suffixes: R rows of a chunk, grouped by expert, I input width, O output width.
+The dimension suffixes are: R rows of a chunk, grouped by expert, I input width, O output width.
 """
 
 import functools
@@ -16,7 +16,7 @@ from orbit_kernels.frozen.product import StoredWeight
 
 
 class ChunkLinear:
-    """One projection, or two fused ones, of a chunk's experts.
+    """A ``ChunkLinear`` is one projection, or two fused ones, of a chunk's experts.
 
     Args:
         chunk: the experts and their rows.
@@ -39,7 +39,7 @@ class ChunkLinear:
         self._parts = [experts.stored(expert, projections) for expert in chunk.experts]
 
     def __call__(self, x_RI: torch.Tensor, projection: str | None = None) -> torch.Tensor:
-        """``x W^T`` [R, O] of all projections side by side, or of the named one alone."""
+        """Returns ``x W^T`` [R, O] of all projections side by side, or of the named one alone."""
         multiplied = self._parts
         if projection is not None:
             index = self.projections.index(projection)
@@ -65,7 +65,7 @@ class _ChunkProduct(torch.autograd.Function):
 def grouped_linear(
     x_RI: torch.Tensor, matrices: Sequence[Sequence[torch.Tensor]], counts: Sequence[int]
 ) -> torch.Tensor:
-    """The grouped GEMM: ``x W^T`` [R, O] of each expert's rows with its own matrices, outputs side by side.
+    """Computes the grouped GEMM: ``x W^T`` [R, O] of each expert's rows with its own matrices, outputs side by side.
 
     This is the reference. A row's result depends on its own expert's rows alone, never on the rest of the chunk.
 
@@ -86,7 +86,7 @@ def grouped_linear(
 def grouped_linear_backward(
     grad_RO: torch.Tensor, matrices: Sequence[Sequence[torch.Tensor]], counts: Sequence[int]
 ) -> torch.Tensor:
-    """The gradient [R, I] of ``grouped_linear``'s input; several matrices of an expert are summed in fp32."""
+    """Returns the gradient [R, I] of ``grouped_linear``'s input; several matrices of an expert are summed in fp32."""
     grad_RI = grad_RO.new_empty(grad_RO.shape[0], matrices[0][0].shape[1])
     for grad_of_expert, out, own in zip(grad_RO.split(counts), grad_RI.split(counts), matrices, strict=True):
         grads = grad_of_expert.split([matrix_OI.shape[0] for matrix_OI in own], dim=1)
@@ -96,7 +96,7 @@ def grouped_linear_backward(
 
 
 def _model_input(x_RI: torch.Tensor, fused: Sequence[Sequence[StoredWeight]], counts: Sequence[int]) -> torch.Tensor:
-    """What the deployed kernel feeds its GEMM; its rounding counts as the identity in backward."""
+    """Returns what the deployed kernel feeds its GEMM; its rounding counts as the identity in backward."""
     inputs = [
         parts[0].format.model_input(x_of_expert, [part.tensors for part in parts])
         for x_of_expert, parts in zip(x_RI.split(counts), fused, strict=True)

@@ -1,6 +1,6 @@
-"""The feed-forward part of a mixture-of-experts layer over frozen, stored experts.
+"""This module is the feed-forward part of a mixture-of-experts layer over frozen, stored experts.
 
-Dimension suffixes: T tokens, K experts of a token, R rows (T * K), D hidden, F width of an expert.
+The dimension suffixes are: T tokens, K experts of a token, R rows (T * K), D hidden, F width of an expert.
 """
 
 import torch
@@ -25,13 +25,13 @@ def expert_mlp(
     activations: Activations = "deployed",
     adapter: ExpertAdapter = _NO_ADAPTER,
 ) -> torch.Tensor:
-    """``sum over k of weight_k * W2 (silu(W1 x) * W3 x)`` of each token's experts, [T, D] in the dtype of ``x``.
+    """Returns ``sum over k of weight_k * W2 (silu(W1 x) * W3 x)`` of each token's experts, [T, D] in the dtype of ``x``.
 
-    Experts with tokens are taken ``buffer.num_experts`` at a time: dequantised into the buffer, multiplied with their rows
-    in one grouped GEMM, and overwritten by the next; in backward again. Experts without tokens are never read. Gradients go
-    to ``x``, the routing weights and the adapter, never to a base weight. Results are the same bits for any chunk size, and
-    in trainer and server when both call this with the same tokens. Temporary weights take the buffer; the rest grows with
-    the rows, whatever the number of experts.
+    Experts with tokens are taken ``buffer.num_experts`` at a time: they are dequantised into the buffer, multiplied
+    with their rows in one grouped GEMM, and overwritten by the next; in backward this happens again. Experts without
+    tokens are never read. Gradients go to ``x``, the routing weights and the adapter, never to a base weight. Results
+    are the same bits for any chunk size, and in trainer and server when both call this with the same tokens. Temporary
+    weights take the buffer; the rest grows with the rows, whatever the number of experts.
 
     Args:
         x_TD: tokens, bfloat16 or float32.
@@ -65,7 +65,9 @@ def expert_outputs(
     activations: Activations,
     adapter: ExpertAdapter,
 ) -> torch.Tensor:
-    """Each row through its own expert, before the router's weights: [R, D]; the rows themselves where there are none.
+    """Puts each row through its own expert, before the router's weights: returns [R, D].
+
+    Where there are no rows it returns the rows themselves.
 
     Args:
         rows_RD: grouped by expert, as ``gather`` returns them.

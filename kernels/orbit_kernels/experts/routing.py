@@ -1,10 +1,10 @@
-"""From a router's choice to rows that stand grouped by expert, and back to tokens.
+"""This module goes from a router's choice to rows that stand grouped by expert, and back to tokens.
 
 Every sum over the experts of a token runs in fp32, by ascending expert, and is rounded once: its result depends neither on
 the order in which the router lists them nor on how the experts are cut into chunks.
 
-Dimension suffixes: T tokens, K experts of a token, R rows (T * K pairs of token and expert, by expert, then by token),
-D width.
+The dimension suffixes are: T tokens, K experts of a token, R rows (T * K pairs of token and expert, by expert, then by
+token), D width.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import torch
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ExpertChunk:
-    """Experts that are computed together, and their rows.
+    """An ``ExpertChunk`` has experts that are computed together, and their rows.
 
     Attributes:
         experts: ascending; each has at least one row.
@@ -30,7 +30,7 @@ class ExpertChunk:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Dispatch:
-    """Where the rows of each expert come from.
+    """A ``Dispatch`` says where the rows of each expert come from.
 
     Attributes:
         experts: those with at least one token, ascending.
@@ -48,7 +48,7 @@ class Dispatch:
 
     @classmethod
     def of(cls, ids_TK: torch.Tensor, num_experts: int) -> "Dispatch":
-        """Group by expert.
+        """Groups the router's choices by expert.
 
         Raises:
             ValueError: an id is not one of an expert.
@@ -74,11 +74,11 @@ class Dispatch:
 
     @property
     def token_R(self) -> torch.Tensor:
-        """Token of each row."""
+        """Returns the token of each row."""
         return self.choice_R // self.num_choices
 
     def chunks(self, num_experts: int) -> Iterator[ExpertChunk]:
-        """The experts that have tokens, ``num_experts`` at a time."""
+        """Yields the experts that have tokens, ``num_experts`` at a time."""
         tokens = self.token_R.split(self.counts)
         for start in range(0, len(self.experts), num_experts):
             chunk = slice(start, start + num_experts)
@@ -86,12 +86,12 @@ class Dispatch:
 
 
 def gather(x_TD: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
-    """Copy each token to its experts: [R, D]."""
+    """Copies each token to its experts: returns [R, D]."""
     return _Gather.apply(x_TD, dispatch)
 
 
 def combine(rows_RD: torch.Tensor, weights_TK: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
-    """Sum the experts of each token by the router's weights [T, K]: [T, D] in the dtype of ``rows``."""
+    """Sums the experts of each token by the router's weights [T, K]: returns [T, D] in the dtype of ``rows``."""
     return _Combine.apply(rows_RD, weights_TK, dispatch)
 
 

@@ -1,6 +1,6 @@
-"""The stored weights of a layer's experts, and the memory that holds a chunk of them dequantised.
+"""This module has the stored weights of a layer's experts, and the memory that holds a chunk of them dequantised.
 
-Dimension suffixes: E experts, O output width (rows), I input width (columns).
+The dimension suffixes are: E experts, O output width (rows), I input width (columns).
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ DOWN = "down_proj"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StackedWeights(Sequence[StoredWeight]):
-    """One projection of all experts, its stored tensors stacked by expert.
+    """``StackedWeights`` are one projection of all experts, its stored tensors stacked by expert.
 
     Attributes:
         format: of every expert.
@@ -43,7 +43,7 @@ class StackedWeights(Sequence[StoredWeight]):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class FrozenExperts:
-    """The projections of a layer's experts, each a sequence over the experts.
+    """``FrozenExperts`` are the projections of a layer's experts, each a sequence over the experts.
 
     Items are asked for when an expert has tokens and not before, so that a sequence may make them on demand.
 
@@ -68,15 +68,16 @@ class FrozenExperts:
         return len(self.gate_proj)
 
     def stored(self, expert: int, projections: Sequence[str]) -> tuple[StoredWeight, ...]:
-        """The named projections of one expert."""
+        """Returns the named projections of one expert."""
         return tuple(getattr(self, projection)[expert] for projection in projections)
 
 
 class ChunkBuffer:
-    """Memory for the dequantised projections of a chunk of experts, kept and used again for every chunk of every layer.
+    """A ``ChunkBuffer`` is memory for the dequantised projections of a chunk of experts.
 
-    Dequantised weights are valid until the next ``dequantize``; one thread at a time. It grows to the largest chunk that
-    it has held and never beyond ``num_experts`` of the largest projection.
+    It is kept and used again for every chunk of every layer. Dequantised weights are valid until the next
+    ``dequantize``; only one thread may use it at a time. It grows to the largest chunk that it has held and never
+    beyond ``num_experts`` of the largest projection.
 
     Args:
         num_experts: experts of one chunk.
@@ -93,13 +94,13 @@ class ChunkBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it holds now."""
+        """Returns the bytes that it holds now."""
         return self._memory.nbytes
 
     def dequantize(
         self, weights: Sequence[Sequence[StoredWeight]], dtype: torch.dtype
     ) -> list[tuple[torch.Tensor, ...]]:
-        """The matrices of each expert whose outputs, side by side, are those of its parts.
+        """Returns the matrices of each expert whose outputs, side by side, are those of its parts.
 
         A quantised expert is one matrix [O, I] with its parts stacked by rows, and the matrices of a chunk stand one after
         another in memory. Unquantised parts of ``dtype`` are left where they are, a matrix each.

@@ -1,4 +1,4 @@
-"""Families of decoders: one module a family says what its Hugging Face configuration means.
+"""This package has the families of decoders: one module a family says what its Hugging Face configuration means.
 
 A family whose attention and MLP exist already is a module here and a line in ``FAMILIES``. New mathematics are a field of
 ``DecoderArchitecture``, which the trainer's model (``orbit_verl/model``) reads; SGLang has models of its own.
@@ -24,7 +24,7 @@ __all__ = [
 
 
 def read_architecture(hf_config: Any) -> DecoderArchitecture:
-    """The decoder that a transformers configuration describes.
+    """Returns the decoder that a transformers configuration describes.
 
     Raises:
         ValueError: the architecture, a quantisation, or a field that changes the mathematics is not supported.
@@ -37,5 +37,5 @@ def read_architecture(hf_config: Any) -> DecoderArchitecture:
 
 
 def family_of(model_type: str | None) -> Family | None:
-    """The family of a ``model_type`` in ``config.json``; None for one that is not known."""
+    """Returns the family of a ``model_type`` in ``config.json``; None for one that is not known."""
     return next((family for family in FAMILIES if model_type in family.model_types), None)

@@ -1,4 +1,4 @@
-"""A decoder, whatever its family: sizes, and which of the implemented attentions and MLPs it has."""
+"""This module describes a decoder of any family: its sizes, and which of the implemented attentions and MLPs it has."""
 
 import dataclasses
 from typing import Literal
@@ -10,7 +10,7 @@ from orbit_kernels.formats import BaseScheme
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixtureOfExperts:
-    """The layers whose MLP is a choice of experts.
+    """``MixtureOfExperts`` describes the layers whose MLP is a choice of experts.
 
     Args:
         layers: their numbers.
@@ -40,7 +40,7 @@ class MixtureOfExperts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+    """``LatentAttention`` describes multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
     Args:
         q_lora_rank: width of the queries' latent.
@@ -61,7 +61,9 @@ class LatentAttention:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderArchitecture:
-    """A decoder with SwiGLU and rotary positions (Qwen3, Qwen3-MoE, Llama, DeepSeek-V3, the text model of Kimi-K2).
+    """A ``DecoderArchitecture`` describes a decoder with SwiGLU and rotary positions.
+
+    Qwen3, Qwen3-MoE, Llama, DeepSeek-V3 and the text model of Kimi-K2 are such decoders.
 
     Args:
         prefix: of every tensor's name in the checkpoint, empty or ending in a dot.
@@ -101,5 +103,5 @@ class DecoderArchitecture:
 
     @property
     def num_experts(self) -> int:
-        """Experts of a layer that has some; 0 in a dense model."""
+        """Returns the number of experts of a layer that has some; 0 in a dense model."""
         return 0 if self.moe is None else self.moe.num_experts

@@ -1,4 +1,7 @@
-"""DeepSeek-V3, and Kimi-K2 under its own model type: latent attention, experts in groups, a shared expert."""
+"""This module reads DeepSeek-V3, and Kimi-K2 under its own model type.
+
+Both have latent attention, experts in groups and a shared expert.
+"""
 
 from typing import Any
 
@@ -9,7 +12,7 @@ from orbit_kernels.families.family import Family
 
 
 def _latent(hf_config: Any) -> LatentAttention:
-    """The scale of the scores is transformers' (DeepseekV3Attention)."""
+    """Reads the latent attention; the scale of the scores is transformers' (DeepseekV3Attention)."""
     if hf_config.q_lora_rank is None:
         raise ValueError("q_lora_rank=None: queries without a latent are not implemented; use another checkpoint")
     scale, rope = hf_config.qk_head_dim**-0.5, hf_config.rope_parameters

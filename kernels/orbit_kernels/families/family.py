@@ -1,4 +1,4 @@
-"""What a module of this folder says about its family, and how an architecture is read with it."""
+"""This module defines what a module of this folder says about its family, and how an architecture is read with it."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """Decoders that one configuration describes.
+    """A ``Family`` is the decoders that one configuration describes.
 
     Args:
         architecture: the entry of ``architectures`` in ``config.json``.
@@ -51,7 +51,7 @@ class Family:
     published: Mapping[str, Any] = MappingProxyType({})
 
     def read(self, hf_config: Any) -> DecoderArchitecture:
-        """The decoder that a transformers configuration of this family describes.
+        """Returns the decoder that a transformers configuration of this family describes.
 
         Raises:
             ValueError: a quantisation, or a field that changes the mathematics, is not supported.

@@ -1,4 +1,4 @@
-"""Kimi-K2.5 and K2.6, whose language model is a DeepSeek-V3.
+"""This module reads Kimi-K2.5 and K2.6, whose language model is a DeepSeek-V3.
 
 transformers 5.9 does not know Kimi's configurations: they stand here, so that a checkpoint's own Python files need not be run.
 """
@@ -19,13 +19,13 @@ FAMILY = dataclasses.replace(
 
 
 class KimiK2Config(DeepseekV3Config):
-    """Kimi-K2: DeepSeek-V3 by another name."""
+    """Kimi-K2 is DeepSeek-V3 by another name."""
 
     model_type = "kimi_k2"
 
 
 class KimiK25Config(PretrainedConfig):
-    """Kimi-K2.5 and K2.6: the language model is Kimi-K2; what sees images is left as it is.
+    """The language model of Kimi-K2.5 and K2.6 is Kimi-K2; what sees images is left as it is.
 
     Args:
         text_config: fields of the language model.
@@ -40,6 +40,6 @@ class KimiK25Config(PretrainedConfig):
 
 
 def register() -> None:
-    """Let ``AutoConfig`` read both."""
+    """Lets ``AutoConfig`` read both."""
     for config in (KimiK2Config, KimiK25Config):
         AutoConfig.register(config.model_type, config, exist_ok=True)

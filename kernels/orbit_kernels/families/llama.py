@@ -1,4 +1,4 @@
-"""Llama."""
+"""This module reads Llama."""
 
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 

@@ -1,4 +1,4 @@
-"""Qwen3, dense."""
+"""This module reads dense Qwen3."""
 
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 

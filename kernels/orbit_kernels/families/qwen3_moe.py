@@ -1,4 +1,4 @@
-"""Qwen3 with experts in its layers."""
+"""This module reads Qwen3 with experts in its layers."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from orbit_kernels.families.family import Family
 
 
 def _experts(hf_config: Any) -> MixtureOfExperts:
-    """Layers have experts by transformers' rule (Qwen3MoeDecoderLayer)."""
+    """Reads the experts; layers have them by transformers' rule (Qwen3MoeDecoderLayer)."""
     dense, step = hf_config.mlp_only_layers or (), hf_config.decoder_sparse_step
     return MixtureOfExperts(
         layers=frozenset(

@@ -1,6 +1,6 @@
-"""Weight formats: how a frozen weight is stored, and what it means.
+"""This package has the weight formats: each says how a frozen weight is stored, and what it means.
 
-One package a format, each with ``format.py`` (names, shapes, checks, sharding) and ``reference.py`` (plain torch, the
+Each format has a package with ``format.py`` (names, shapes, checks, sharding) and ``reference.py`` (plain torch, the
 specification of every later kernel). ``scheme`` reads which linear of a checkpoint has which format.
 """
 

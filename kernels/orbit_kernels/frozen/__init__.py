@@ -1,1 +1,1 @@
-"""The product with weights that stay as they are stored."""
+"""This package multiplies with weights that stay as they are stored."""

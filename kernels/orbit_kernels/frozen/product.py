@@ -1,6 +1,6 @@
-"""The product of an input with frozen weights that stay as they are stored; the input alone has a gradient.
+"""This module multiplies an input with frozen weights that stay as they are stored; the input alone has a gradient.
 
-Dimension suffixes: T tokens, I input width, O output width (rows of all parts), R rows of one chunk.
+The dimension suffixes are: T tokens, I input width, O output width (rows of all parts), R rows of one chunk.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ _TOKENS_AT_ONCE = 16
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StoredWeight:
-    """The weight [rows, columns] of one linear as its checkpoint stores it.
+    """A ``StoredWeight`` is the weight [rows, columns] of one linear as its checkpoint stores it.
 
     Raises:
         ValueError: a stored tensor is missing, superfluous, or of another shape or dtype than the format says.
@@ -45,15 +45,15 @@ class StoredWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the stored tensors."""
+        """Returns the bytes of the stored tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def dequantize(self, dtype: torch.dtype, rows: slice = slice(None)) -> torch.Tensor:
-        """The weight [rows, columns] in ``dtype``; may be a view, do not write to it."""
+        """Returns the weight [rows, columns] in ``dtype``; it may be a view, do not write to it."""
         return self.format.dequantize(self.tensors, dtype, rows)
 
     def dequantize_into(self, out_RI: torch.Tensor, first: int = 0, *, most_weights: int = _PIECE_WEIGHTS) -> None:
-        """Write as many rows as ``out`` has, from row ``first`` on, in its dtype.
+        """Writes as many rows as ``out`` has, from row ``first`` on, in its dtype.
 
         Args:
             out_RI: the memory to write to.
@@ -66,7 +66,7 @@ class StoredWeight:
             out_RI[start:stop] = self.dequantize(out_RI.dtype, slice(first + start, first + stop))
 
     def is_plain(self, dtype: torch.dtype) -> bool:
-        """Whether the weight is stored unquantised in ``dtype``, so that it can be read in place."""
+        """Returns whether the weight is stored unquantised in ``dtype``, so that it can be read in place."""
         return isinstance(self.format, Bf16Format) and self.format.dtype == dtype
 
 
@@ -77,7 +77,7 @@ def frozen_matmul(
     chunk_bytes: int,
     activations: Activations = "deployed",
 ) -> torch.Tensor:
-    """``x W^T`` with the parts' weights stacked by rows, in the dtype and on the device of ``x``.
+    """Returns ``x W^T`` with the parts' weights stacked by rows, in the dtype and on the device of ``x``.
 
     Weights are dequantised to the dtype of ``x`` in chunks of rows, in forward and again in backward, with one GEMM a
     chunk. Backward forms the gradient of ``x`` and nothing else: one GEMM of forward's size, from no saved activation.
@@ -124,7 +124,7 @@ class _FrozenMatmul(torch.autograd.Function):
 
 
 def _add(total_TI: torch.Tensor, summand_TI: torch.Tensor) -> None:
-    """``total += summand``, a few tokens at a time: torch would widen the whole summand first."""
+    """Computes ``total += summand`` a few tokens at a time: torch would widen the whole summand first."""
     for total, summand in zip(total_TI.split(_TOKENS_AT_ONCE), summand_TI.split(_TOKENS_AT_ONCE), strict=True):
         total += summand
 
@@ -144,7 +144,7 @@ def _check(x_TI: torch.Tensor, parts: Sequence[StoredWeight]) -> None:
 
 
 class _Stack:
-    """The parts' weights stacked by rows, dequantised chunk by chunk within a budget."""
+    """A ``_Stack`` is the parts' weights stacked by rows, dequantised chunk by chunk within a budget."""
 
     def __init__(self, parts: tuple[StoredWeight, ...], dtype: torch.dtype, chunk_bytes: int):
         self.parts = parts
@@ -159,11 +159,11 @@ class _Stack:
 
     @property
     def is_one_chunk(self) -> bool:
-        """Whether one GEMM does."""
+        """Returns whether one GEMM does."""
         return self._rows_per_chunk >= self.num_rows
 
     def chunks(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """The rows of each chunk and their weights, which are overwritten when the next chunk is taken."""
+        """Yields the rows of each chunk and their weights, which are overwritten when the next chunk is taken."""
         if self._in_place:
             yield slice(0, self.num_rows), self.parts[0].dequantize(self._dtype)
             return
@@ -175,7 +175,7 @@ class _Stack:
             yield slice(start, stop), buffer_RI[: stop - start]
 
     def _dequantize_into(self, chunk_RI: torch.Tensor, start: int) -> None:
-        """Fill a chunk with the rows of the stack from ``start`` on."""
+        """Fills a chunk with the rows of the stack from ``start`` on."""
         stop, offset = start + len(chunk_RI), 0
         for part in self.parts:
             first, last = max(start, offset), min(stop, offset + part.rows)
@@ -185,7 +185,7 @@ class _Stack:
             offset += part.rows
 
     def _fit(self, chunk_bytes: int, scratch: int) -> int:
-        """Rows of equal chunks whose weights, and the scratch for a piece of them, fit into the budget."""
+        """Returns the rows of equal chunks whose weights, and the scratch for a piece of them, fit into the budget."""
         piece_bytes = self._piece_weights * scratch
         row_bytes = self.columns * self._dtype.itemsize
         most = (chunk_bytes - piece_bytes) // row_bytes

@@ -1,6 +1,6 @@
-"""Linears that read the same input and are one matrix in a server: what acts on that input may be tied to one tensor.
+"""This module says which linears read the same input and are one matrix in a server.
 
-Importable without torch.
+What acts on that input may be tied to one tensor. The module can be imported without torch.
 """
 
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -11,7 +11,10 @@ FUSED_PARTS = (QKV, GATE_UP, LATENTS)
 
 
 def fused_with(module: str) -> tuple[str, ...]:
-    """Hugging Face names of the linears that are fused with this one, itself among them, in the order of their rows."""
+    """Returns the Hugging Face names of the linears that are fused with this one, in the order of their rows.
+
+    The linear itself is among them.
+    """
     leaf = module.rsplit(".", 1)[-1]
     parts = next((parts for parts in FUSED_PARTS if leaf in parts), (leaf,))
     return tuple(module.removesuffix(leaf) + part for part in parts)

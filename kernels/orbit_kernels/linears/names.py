@@ -1,6 +1,6 @@
-"""What both plugins read from the names of a Hugging Face checkpoint.
+"""This module has what both plugins read from the names of a Hugging Face checkpoint.
 
-Importable without torch.
+It can be imported without torch.
 """
 
 import re
@@ -9,30 +9,30 @@ from collections.abc import Collection
 EXPERTS, SHARED_EXPERT, ROUTER = ".mlp.experts.", ".mlp.shared_experts", ".mlp.gate"
 ROUTER_BIAS = f"{ROUTER}.e_score_correction_bias"
 EXPERT_NUMBER = re.compile(rf"(?<={re.escape(EXPERTS)})\d+(?=\.)")
-"""Finds the number of a routed expert in the name of its module or tensor."""
+"""The pattern finds the number of a routed expert in the name of its module or tensor."""
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _OTHER_INPUTS = ("vision_tower.", "mm_projector.")
 
 
 def layer_number(name: str) -> int | None:
-    """The decoder layer of a module or tensor; None outside of the layers."""
+    """Returns the decoder layer of a module or tensor; None outside of the layers."""
     found = _LAYER.search(name)
     return found and int(found[1])
 
 
 def without_expert(name: str) -> str:
-    """The name of what all routed experts of a layer share, from that of one expert's; others as they are."""
+    """Returns the name of what all routed experts of a layer share, from that of one expert's; others stay."""
     return name.replace(f"{EXPERTS}{found[0]}.", EXPERTS) if (found := EXPERT_NUMBER.search(name)) else name
 
 
 def is_language(name: str) -> bool:
-    """Whether a module or tensor belongs to the language model, and not to what sees images."""
+    """Returns whether a module or tensor belongs to the language model, and not to what sees images."""
     return not name.startswith(_OTHER_INPUTS)
 
 
 def unused_tensors(names: Collection[str], *, prefix: str, num_layers: int | None, tied_head: bool) -> frozenset[str]:
-    """Those of a checkpoint's tensors that may be there although no language model needs them.
+    """Returns those of a checkpoint's tensors that may be there although no language model needs them.
 
     Args:
         names: of all tensors.

@@ -1,4 +1,4 @@
-"""What one rank of a trainer or of a server holds of a linear, under tensor parallelism."""
+"""This module says what one rank of a trainer or of a server holds of a linear, under tensor parallelism."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -9,20 +9,23 @@ if TYPE_CHECKING:
 
 
 class Divisible(Protocol):
-    """Knows where the tensors that belong to a weight may be cut: a ``WeightFormat`` or an ``AdapterMethod``."""
+    """A ``Divisible`` knows where the tensors that belong to a weight may be cut.
+
+    A ``WeightFormat`` and an ``AdapterMethod`` are such.
+    """
 
     def shard_rows(self, tensors: Mapping[str, "Tensor"], start: int, stop: int) -> Mapping[str, "Tensor"]:
-        """The tensors of a range of the weight's rows."""
+        """Returns the tensors of a range of the weight's rows."""
         ...
 
     def shard_columns(self, tensors: Mapping[str, "Tensor"], start: int, stop: int) -> Mapping[str, "Tensor"]:
-        """The tensors of a range of the weight's columns."""
+        """Returns the tensors of a range of the weight's columns."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Share:
-    """Rows and columns of one linear that a rank holds: all, or one of equal ranges of either.
+    """A ``Share`` is the rows and columns of one linear that a rank holds: all, or one of equal ranges of either.
 
     Attributes:
         shape: rows and columns of the whole weight.
@@ -36,21 +39,21 @@ class Share:
 
     @classmethod
     def whole(cls, rows: int, columns: int) -> Self:
-        """All of a linear."""
+        """Makes the share that is all of a linear."""
         return cls(shape=(rows, columns), rows=range(rows), columns=range(columns))
 
     @property
     def has_all_rows(self) -> bool:
-        """Whether every rank holds all rows."""
+        """Returns whether every rank holds all rows."""
         return len(self.rows) == self.shape[0]
 
     @property
     def has_all_columns(self) -> bool:
-        """Whether every rank holds all columns."""
+        """Returns whether every rank holds all columns."""
         return len(self.columns) == self.shape[1]
 
     def of(self, kind: Divisible, tensors: Mapping[str, "Tensor"]) -> Mapping[str, "Tensor"]:
-        """What belongs to the share, from what belongs to the whole weight; views where possible.
+        """Returns what belongs to the share, from what belongs to the whole weight; views where possible.
 
         Args:
             kind: of the tensors.
@@ -67,7 +70,10 @@ class Share:
 
 
 def divided_dim(held: Sequence[int], whole: Sequence[int]) -> int | None:
-    """The dimension in which a rank holds a part of a tensor, from the shapes of part and whole; None where it holds all."""
+    """Returns the dimension in which a rank holds a part of a tensor, from the shapes of part and whole.
+
+    It is None where the rank holds all.
+    """
     divided = [dim for dim, (part, size) in enumerate(zip(held, whole, strict=True)) if part != size]
     if not divided:
         return None

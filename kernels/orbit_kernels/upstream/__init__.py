@@ -1,1 +1,1 @@
-"""How a plugin changes its upstream: one entry for each change, and the proof that it is in place."""
+"""This package says how a plugin changes its upstream: each change has one entry, and the proof that it is in place."""

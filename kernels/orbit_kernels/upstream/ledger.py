@@ -1,7 +1,7 @@
-"""The ledger of a plugin: every change that it makes to its upstream, why, until when, and whether it is in place.
+"""This module has the ledger of a plugin: every change that it makes to its upstream.
 
-It imports neither verl nor SGLang. Each plugin has one ``Ledger`` in its ``upstream`` folder, and fills it in its
-``changes`` module.
+The ledger says why a change is made, until when, and whether it is in place. It imports neither verl nor SGLang. Each
+plugin has one ``Ledger`` in its ``upstream`` folder, and fills it in its ``changes`` module.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 
 class Device(enum.StrEnum):
-    """Where a change is needed."""
+    """A ``Device`` says where a change is needed."""
 
     ALL = "every device"
     CPU = "a CPU only"
@@ -22,7 +22,7 @@ class Device(enum.StrEnum):
 
 
 class State(enum.StrEnum):
-    """What is known of a change in this process."""
+    """A ``State`` says what is known of a change in this process."""
 
     APPLIED = "applied"
     LATER = "made as it runs"
@@ -31,12 +31,12 @@ class State(enum.StrEnum):
 
 
 class NotInPlaceError(RuntimeError):
-    """Changes that a process needs and that are not in place."""
+    """Changes that a process needs are not in place."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Change:
-    """One change to upstream.
+    """A ``Change`` is one change to upstream.
 
     What the function that makes it puts on the objects that it is given is part of it.
 
@@ -58,23 +58,29 @@ class Change:
 
     kind: ClassVar[str]
     later: ClassVar[bool] = False
-    """Whether it is made on instances while a process runs, and proven there; its target is checked before all the same."""
+    """This says whether the change is made on instances while a process runs, and proven there.
+
+    Its target is checked before all the same.
+    """
 
     if TYPE_CHECKING:
         # A field of some changes, a property of others.
         by: str
 
     def problem(self) -> str | None:
-        """Why it is not in place, or cannot be made, in this process; None when all is well. Imports the target."""
+        """Returns why it is not in place, or cannot be made, in this process; None when all is well.
+
+        It imports the target.
+        """
         raise NotImplementedError
 
     def install(self) -> None:
-        """Make it, where that is not done by importing or calling what makes it."""
+        """Makes the change, where that is not done by importing or calling what makes it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Status:
-    """A change and its state in this process."""
+    """A ``Status`` is a change and its state in this process."""
 
     section: str
     change: Change
@@ -83,7 +89,7 @@ class Status:
 
 
 class Ledger:
-    """The changes of one plugin, by the process that needs them.
+    """A ``Ledger`` has the changes of one plugin, by the process that needs them.
 
     Args:
         upstream: name and version of what is changed.
@@ -99,7 +105,7 @@ class Ledger:
         self._sections: dict[str, list[Change]] = {}
 
     def register(self, sections: Mapping[str, Iterable[Change]]) -> None:
-        """Remember every change, and install those that this device needs.
+        """Remembers every change, and installs those that this device needs.
 
         Raises:
             ValueError: a change has been registered before.
@@ -113,11 +119,11 @@ class Ledger:
                 self._sections.setdefault(section, []).append(change)
 
     def changes(self) -> list[Change]:
-        """Every change, in order."""
+        """Returns every change, in order."""
         return [change for changes in self._sections.values() for change in changes]
 
     def report(self, *sections: str) -> list[Status]:
-        """The changes of some sections, of all by default, and their state in this process."""
+        """Returns the changes of some sections, of all by default, and their state in this process."""
         return [
             self._status(section, change)
             for section, changes in self._sections.items()
@@ -126,7 +132,7 @@ class Ledger:
         ]
 
     def require_applied(self, *sections: str) -> None:
-        """Check the changes of some sections, of all by default.
+        """Checks the changes of some sections, of all by default.
 
         Raises:
             NotInPlaceError: at least one is not in place; all are listed.
@@ -150,13 +156,13 @@ class Ledger:
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A function or method of upstream, and the names of its first parameters."""
+    """A ``Method`` is a function or method of upstream, and the names of its first parameters."""
 
     target: str
     parameters: tuple[str, ...]
 
     def problem(self) -> str | None:
-        """Why the target is not what is expected; imports it."""
+        """Returns why the target is not what is expected; it imports the target."""
         try:
             current = pkgutil.resolve_name(self.target)
         except (AttributeError, ImportError) as error:
@@ -164,7 +170,7 @@ class Method:
         return signature_problem(function_of(current), self.parameters)
 
     def replace_on(self, instance: object, replacement: Callable) -> Any:
-        """Replace the method of one instance, and return the one that it had.
+        """Replaces the method of one instance, and returns the one that it had.
 
         Raises:
             NotInPlaceError: the instance has no such method, or its first parameters are others.
@@ -180,7 +186,7 @@ class Method:
 
 
 def signature_problem(function: Callable, parameters: tuple[str, ...]) -> str | None:
-    """Why a function's first parameters are not those expected; None when they are."""
+    """Returns why a function's first parameters are not those expected; None when they are."""
     found = tuple(inspect.signature(function).parameters)
     if found[: len(parameters)] != parameters:
         return f"the target takes {found}, expected {parameters}"
@@ -188,13 +194,13 @@ def signature_problem(function: Callable, parameters: tuple[str, ...]) -> str | 
 
 
 def function_of(attribute: Any) -> Callable:
-    """The function behind a method."""
+    """Returns the function behind a method."""
     return getattr(attribute, "__func__", attribute)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OnInstance(Change):
-    """A method that is replaced on single instances, by ``Method.replace_on``."""
+    """An ``OnInstance`` change replaces a method on single instances, by ``Method.replace_on``."""
 
     kind: ClassVar[str] = "wraps, on instances"
     later: ClassVar[bool] = True
@@ -207,13 +213,16 @@ class OnInstance(Change):
         object.__setattr__(self, "target", self.method.target)
 
     def problem(self) -> str | None:
-        """See Change."""
+        """Does what Change says."""
         return self.method.problem()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Replaced(Change):
-    """An attribute that is replaced while a process runs, by the object that ``by`` names; what does it proves it."""
+    """A ``Replaced`` attribute is replaced while a process runs, by the object that ``by`` names.
+
+    What replaces it proves it.
+    """
 
     kind: ClassVar[str] = "replaces"
     later: ClassVar[bool] = True
@@ -221,13 +230,13 @@ class Replaced(Change):
     by: str
 
     def problem(self) -> str | None:
-        """See Change."""
+        """Does what Change says."""
         return resolve_problem(self.target)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Registered(Change):
-    """An entry in a registry of upstream.
+    """A ``Registered`` change is an entry in a registry of upstream.
 
     Args:
         by: the function or class that registers it, whose module is imported.
@@ -242,7 +251,7 @@ class Registered(Change):
     owners: tuple[str, ...] = ("orbit_",)
 
     def problem(self) -> str | None:
-        """See Change."""
+        """Does what Change says."""
         try:
             pkgutil.resolve_name(self.by)
             held = self.read(pkgutil.resolve_name(self.target))
@@ -254,7 +263,7 @@ class Registered(Change):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Added(Change):
-    """Something that is added to an object of upstream while a process runs, beside what it has."""
+    """An ``Added`` change adds something to an object of upstream while a process runs, beside what it has."""
 
     kind: ClassVar[str] = "adds to"
     later: ClassVar[bool] = True
@@ -262,13 +271,13 @@ class Added(Change):
     by: str
 
     def problem(self) -> str | None:
-        """See Change."""
+        """Does what Change says."""
         return resolve_problem(self.target)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Overridden(Change):
-    """Methods and attributes of a class of upstream that a subclass has in their place.
+    """A subclass has ``Overridden`` methods and attributes of a class of upstream in their place.
 
     One that upstream has no longer would never be called.
     """
@@ -279,7 +288,7 @@ class Overridden(Change):
     names: tuple[str, ...]
 
     def problem(self) -> str | None:
-        """See Change."""
+        """Does what Change says."""
         try:
             upstream, ours = pkgutil.resolve_name(self.target), pkgutil.resolve_name(self.by)
         except (AttributeError, ImportError) as error:
@@ -291,13 +300,13 @@ class Overridden(Change):
 
 
 def _is_read_by(upstream: type, name: str) -> bool:
-    """Whether a class, or one that it inherits from, has an attribute of that name on its instances."""
+    """Returns whether a class, or one that it inherits from, has an attribute of that name on its instances."""
     sources = (inspect.getsource(base) for base in upstream.__mro__ if base.__module__ != "builtins")
     return any(re.search(rf"\bself\.{name}\b", source) for source in sources)
 
 
 def resolve_problem(target: str) -> str | None:
-    """Why a dotted name cannot be resolved; None when it can be."""
+    """Returns why a dotted name cannot be resolved; None when it can be."""
     try:
         pkgutil.resolve_name(target)
     except (AttributeError, ImportError) as error:
@@ -306,11 +315,11 @@ def resolve_problem(target: str) -> str | None:
 
 
 def counts(report: Iterable[Status]) -> dict[str, int]:
-    """How many changes there are, by where they are needed, in the order of ``Device``."""
+    """Returns how many changes there are, by where they are needed, in the order of ``Device``."""
     devices = [status.change.device for status in report]
     return {device.value: devices.count(device) for device in Device if device in devices}
 
 
 def name_of(function: Callable) -> str:
-    """Dotted name of a function or class."""
+    """Returns the dotted name of a function or class."""
     return f"{function.__module__}.{function.__qualname__}"

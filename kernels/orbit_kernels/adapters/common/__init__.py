@@ -1,1 +1,1 @@
-"""What the adapter methods have in common."""
+"""This package holds what the adapter methods have in common."""

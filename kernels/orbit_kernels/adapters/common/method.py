@@ -1,6 +1,6 @@
-"""What every adapter method knows about itself.
+"""This module defines what every adapter method knows about itself.
 
-Dimension suffixes: T tokens, I input width, O output width.
+The dimension suffixes are: T tokens, I input width, O output width.
 """
 
 import abc
@@ -20,28 +20,31 @@ COMMON_PEFT_VALUES: dict[str, Any] = {
 
 
 class AdapterMethod(abc.ABC):
-    """How an adapter changes one linear ``y = x W^T``. Subclasses are frozen dataclasses of the method's own numbers.
+    """An adapter method says how an adapter changes one linear ``y = x W^T``.
 
-    ``tensors`` are one linear's trained tensors by leaf: the word between the linear's name and ``.weight`` in peft's
-    tensor name.
+    Subclasses are frozen dataclasses of the method's own numbers. ``tensors`` are one linear's trained tensors by leaf:
+    the word between the linear's name and ``.weight`` in peft's tensor name.
     """
 
     type: ClassVar[str]
-    """Orbit's name of the method."""
+    """This is Orbit's name of the method."""
     size_field: ClassVar[str]
-    """The field that fixes the tensors' shapes for a given linear."""
+    """This field fixes the tensors' shapes for a given linear."""
     peft_type: ClassVar[str]
-    """peft's name of the method."""
+    """This is peft's name of the method."""
     leaves: ClassVar[tuple[str, ...]]
-    """Tensors of one linear."""
+    """These are the tensors of one linear."""
     input_leaf: ClassVar[str]
-    """The one that acts on the input: the parts of a fused projection, which read the same input, may share it."""
+    """This tensor acts on the input: the parts of a fused projection, which read the same input, may share it."""
     acts_on_input: ClassVar[bool]
-    """Whether it changes nothing but the input: parts that share ``input_leaf`` are then adapted all or none."""
+    """This says whether the method changes nothing but the input.
+
+    Parts that share ``input_leaf`` are then adapted all or none.
+    """
 
     @abc.abstractmethod
     def shapes(self, rows: int, columns: int, name: str = "input") -> dict[str, tuple[int, ...]]:
-        """Shape of each tensor for a weight [rows, columns].
+        """Returns the shape of each tensor for a weight [rows, columns].
 
         Raises:
             ValueError: the method cannot adapt that weight; the message starts with ``name``.
@@ -49,12 +52,12 @@ class AdapterMethod(abc.ABC):
 
     @abc.abstractmethod
     def to_peft(self) -> dict[str, Any]:
-        """The method's own keys of peft's ``adapter_config.json``."""
+        """Returns the method's own keys of peft's ``adapter_config.json``."""
 
     @classmethod
     @abc.abstractmethod
     def from_peft(cls, peft: Mapping[str, Any]) -> Self:
-        """Read the method's own keys.
+        """Reads the method's own keys.
 
         Raises:
             ValueError: an option is out of range, or changes the mathematics in a way that is not implemented.
@@ -62,23 +65,26 @@ class AdapterMethod(abc.ABC):
 
     @abc.abstractmethod
     def initial(self, rows: int, columns: int, generator: "Generator") -> dict[str, "Tensor"]:
-        """Tensors that leave the linear as it is, fp32 on the generator's device."""
+        """Returns tensors that leave the linear as it is, fp32 on the generator's device."""
 
     @abc.abstractmethod
     def linear(self, x_TI: "Tensor", weight_OI: "Tensor", tensors: Mapping[str, "Tensor"]) -> "Tensor":
-        """The adapted linear [T, O] in the dtype of ``x_TI``: the specification of trainer and server."""
+        """Returns the adapted linear [T, O] in the dtype of ``x_TI``.
+
+        It is the specification of trainer and server.
+        """
 
     @abc.abstractmethod
     def merge(self, weight_OI: "Tensor", tensors: Mapping[str, "Tensor"]) -> "Tensor":
-        """The weight, at least fp32, whose plain linear equals the adapted one."""
+        """Returns the weight, at least fp32, whose plain linear equals the adapted one."""
 
     @abc.abstractmethod
     def shard_rows(self, tensors: Mapping[str, "Tensor"], start: int, stop: int) -> dict[str, "Tensor"]:
-        """The tensors for rows ``start:stop`` of the weight, as views."""
+        """Returns the tensors for rows ``start:stop`` of the weight, as views."""
 
     @abc.abstractmethod
     def shard_columns(self, tensors: Mapping[str, "Tensor"], start: int, stop: int) -> dict[str, "Tensor"]:
-        """The tensors for columns ``start:stop`` of the weight, as views.
+        """Returns the tensors for columns ``start:stop`` of the weight, as views.
 
         Raises:
             ValueError: a boundary cuts what the method keeps whole.
@@ -86,7 +92,7 @@ class AdapterMethod(abc.ABC):
 
 
 def refuse_options(peft: Mapping[str, Any], accepted: Mapping[str, Any]) -> None:
-    """Refuse options that change the mathematics; an absent or empty one is as good as its empty default.
+    """Refuses options that change the mathematics; an absent or empty one is as good as its empty default.
 
     Raises:
         ValueError: names the first option with another value than the accepted one.
@@ -100,5 +106,5 @@ def refuse_options(peft: Mapping[str, Any], accepted: Mapping[str, Any]) -> None
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """Whether a value read from JSON is an integer and not a truth value."""
+    """Returns whether a value read from JSON is an integer and not a truth value."""
     return isinstance(value, int) and not isinstance(value, bool)

@@ -1,1 +1,1 @@
-"""Low-rank adaptation: the method and its numerics in plain torch."""
+"""This package holds low-rank adaptation: the method and its numerics in plain torch."""

@@ -1,4 +1,7 @@
-"""LoRA as an adapter method: ``y = x W^T + s (x A^T) B^T``, see ``orbit_kernels.adapters.lora.reference`` for the mathematics."""
+"""This module makes LoRA an adapter method, ``y = x W^T + s (x A^T) B^T``.
+
+``orbit_kernels.adapters.lora.reference`` has the mathematics.
+"""
 
 import dataclasses
 import math
@@ -38,7 +41,7 @@ _INITIALISATIONS = (True, False, "gaussian", "orthogonal", "eva")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoRAMethod(AdapterMethod):
-    """Low-rank update of a linear.
+    """``LoRAMethod`` adds a low-rank update to a linear.
 
     Args:
         rank: R.
@@ -69,20 +72,20 @@ class LoRAMethod(AdapterMethod):
 
     @property
     def scaling(self) -> float:
-        """s."""
+        """Returns the factor s."""
         return self.alpha / self.rank
 
     def shapes(self, rows: int, columns: int, name: str = "input") -> dict[str, tuple[int, ...]]:
-        """A [R, I] and B [O, R]."""
+        """Returns the shapes of A [R, I] and B [O, R]."""
         return {"lora_A": (self.rank, columns), "lora_B": (rows, self.rank)}
 
     def to_peft(self) -> dict[str, Any]:
-        """Keys of peft's ``LoraConfig``."""
+        """Returns the keys of peft's ``LoraConfig``."""
         return {"r": self.rank, "lora_alpha": self.alpha, "init_lora_weights": True, **_ACCEPTED_PEFT_VALUES}
 
     @classmethod
     def from_peft(cls, peft: Mapping[str, Any]) -> "LoRAMethod":
-        """Read ``LoraConfig``."""
+        """Reads ``LoraConfig``."""
         refuse_options(peft, _ACCEPTED_PEFT_VALUES)
         initialisation = peft.get("init_lora_weights", True)
         if initialisation not in _INITIALISATIONS:
@@ -93,7 +96,10 @@ class LoRAMethod(AdapterMethod):
         return cls(rank=peft.get("r", 8), alpha=peft.get("lora_alpha", 8))
 
     def initial(self, rows: int, columns: int, generator: "Generator") -> dict[str, "Tensor"]:
-        """A uniform within ``1 / sqrt(I)``, B zero, as peft starts (Kaiming's rule with ``a = sqrt(5)``)."""
+        """Draws A uniformly within ``1 / sqrt(I)`` and sets B to zero, as peft starts.
+
+        The bound is Kaiming's rule with ``a = sqrt(5)``.
+        """
         import torch
 
         shapes = self.shapes(rows, columns)
@@ -105,22 +111,22 @@ class LoRAMethod(AdapterMethod):
         }
 
     def linear(self, x_TI: "Tensor", weight_OI: "Tensor", tensors: Mapping[str, "Tensor"]) -> "Tensor":
-        """``x W^T + s (x A^T) B^T``."""
+        """Returns ``x W^T + s (x A^T) B^T``."""
         from orbit_kernels.adapters.lora import reference as lora
 
         down_RI, up_OR = tensors["lora_A"], lora.scaled(tensors["lora_B"], self.scaling)
         return x_TI @ weight_OI.T + lora.update(x_TI, down_RI, up_OR)
 
     def merge(self, weight_OI: "Tensor", tensors: Mapping[str, "Tensor"]) -> "Tensor":
-        """``W + s B A``."""
+        """Returns ``W + s B A``."""
         from orbit_kernels.adapters.lora import reference as lora
 
         return lora.merge(weight_OI, tensors["lora_A"], tensors["lora_B"], self.scaling)
 
     def shard_rows(self, tensors: Mapping[str, "Tensor"], start: int, stop: int) -> dict[str, "Tensor"]:
-        """The whole of A, those rows of B."""
+        """Returns the whole of A and those rows of B."""
         return {"lora_A": tensors["lora_A"], "lora_B": tensors["lora_B"][start:stop]}
 
     def shard_columns(self, tensors: Mapping[str, "Tensor"], start: int, stop: int) -> dict[str, "Tensor"]:
-        """Those columns of A, the whole of B; the shards' updates add up."""
+        """Returns those columns of A and the whole of B; the shards' updates add up."""
         return {"lora_A": tensors["lora_A"][:, start:stop], "lora_B": tensors["lora_B"]}

@@ -1,1 +1,1 @@
-"""Orthogonal fine-tuning: the method and its numerics in plain torch."""
+"""This package holds orthogonal fine-tuning: the method and its numerics in plain torch."""

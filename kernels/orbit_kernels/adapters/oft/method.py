@@ -1,4 +1,7 @@
-"""OFT as an adapter method: ``y = (x R) W^T``, see ``orbit_kernels.adapters.oft.reference`` for the mathematics."""
+"""This module makes OFT an adapter method, ``y = (x R) W^T``.
+
+``orbit_kernels.adapters.oft.reference`` has the mathematics.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -12,16 +15,16 @@ if TYPE_CHECKING:
     from torch import Generator, Tensor
 
 PEFT_VERSION = "0.18.0"
-"""First peft whose Cayley-Neumann series is the one in ``oft``; also the first that writes its version."""
+"""This is the first peft whose Cayley-Neumann series is the one in ``oft``, and the first that writes its version."""
 
 MAX_CAYLEY_NEUMANN_TERMS = 64
-"""More terms than any adapter needs: bounds the work that a payload can ask for."""
+"""These are more terms than any adapter needs; the limit bounds the work that a payload can ask for."""
 
 _ACCEPTED_PEFT_VALUES: dict[str, Any] = {"block_share": False, "coft": False, "module_dropout": 0.0}
 
 
 def num_blocks(width: int, block_size: int, name: str = "input") -> int:
-    """Number of blocks of a rotation over ``width`` features.
+    """Returns the number of blocks of a rotation over ``width`` features.
 
     Raises:
         ValueError: the block size does not divide the width. It is never rounded.
@@ -37,13 +40,13 @@ def num_blocks(width: int, block_size: int, name: str = "input") -> int:
 
 
 def num_entries(block_size: int) -> int:
-    """Free entries of one skew-symmetric block: the strict upper triangle."""
+    """Returns the number of free entries of one skew-symmetric block: the strict upper triangle."""
     return block_size * (block_size - 1) // 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OFTMethod(AdapterMethod):
-    """Orthogonal fine-tuning of a linear's input.
+    """``OFTMethod`` rotates a linear's input (orthogonal fine-tuning).
 
     Args:
         block_size: width of one rotation block; divides the input width of every target.
@@ -75,11 +78,11 @@ class OFTMethod(AdapterMethod):
             )
 
     def shapes(self, rows: int, columns: int, name: str = "input") -> dict[str, tuple[int, ...]]:
-        """Entries of the skew-symmetric blocks, [I / B, B * (B - 1) / 2]."""
+        """Returns the shape of the entries of the skew-symmetric blocks, [I / B, B * (B - 1) / 2]."""
         return {"oft_R": (num_blocks(columns, self.block_size, name), num_entries(self.block_size))}
 
     def to_peft(self) -> dict[str, Any]:
-        """Keys of peft's ``OFTConfig``."""
+        """Returns the keys of peft's ``OFTConfig``."""
         return {
             "peft_version": PEFT_VERSION,
             "r": 0,
@@ -92,7 +95,7 @@ class OFTMethod(AdapterMethod):
 
     @classmethod
     def from_peft(cls, peft: Mapping[str, Any]) -> "OFTMethod":
-        """Read ``OFTConfig``."""
+        """Reads ``OFTConfig``."""
         refuse_options(peft, _ACCEPTED_PEFT_VALUES)
         block_size = peft.get("oft_block_size", 32)
         if not peft.get("use_cayley_neumann", True):
@@ -108,35 +111,35 @@ class OFTMethod(AdapterMethod):
         return cls(block_size=block_size, cayley_neumann_terms=terms)
 
     def initial(self, rows: int, columns: int, generator: "Generator") -> dict[str, "Tensor"]:
-        """Zero entries, the identity rotation; nothing is drawn."""
+        """Returns zero entries, which are the identity rotation; nothing is drawn."""
         import torch
 
         return {leaf: torch.zeros(shape, device=generator.device) for leaf, shape in self.shapes(rows, columns).items()}
 
     def linear(self, x_TI: "Tensor", weight_OI: "Tensor", tensors: Mapping[str, "Tensor"]) -> "Tensor":
-        """``(x R) W^T``."""
+        """Returns ``(x R) W^T``."""
         from orbit_kernels.adapters.oft import reference as oft
 
         return oft.rotate(x_TI, self.rotation(tensors)) @ weight_OI.T
 
     def merge(self, weight_OI: "Tensor", tensors: Mapping[str, "Tensor"]) -> "Tensor":
-        """``W R^T``."""
+        """Returns ``W R^T``."""
         from orbit_kernels.adapters.oft import reference as oft
 
         return oft.merge(weight_OI, self.rotation(tensors))
 
     def rotation(self, tensors: Mapping[str, "Tensor"]) -> "Tensor":
-        """Rotation blocks [I / B, B, B], at least fp32."""
+        """Returns the rotation blocks [I / B, B, B], at least fp32."""
         from orbit_kernels.adapters.oft import reference as oft
 
         return oft.rotation(tensors["oft_R"], self.block_size, self.cayley_neumann_terms)
 
     def shard_rows(self, tensors: Mapping[str, "Tensor"], start: int, stop: int) -> dict[str, "Tensor"]:
-        """The whole rotation: every row reads the same input."""
+        """Returns the whole rotation: every row reads the same input."""
         return dict(tensors)
 
     def shard_columns(self, tensors: Mapping[str, "Tensor"], start: int, stop: int) -> dict[str, "Tensor"]:
-        """The blocks of those columns."""
+        """Returns the blocks of those columns."""
         if start % self.block_size or stop % self.block_size:
             raise ValueError(
                 f"columns {start} to {stop}: a boundary cuts an OFT block of {self.block_size}; choose a block size that "

@@ -1,19 +1,20 @@
-"""Orthogonal fine-tuning (OFT) in plain torch: the specification of every faster kernel.
+"""This module is orthogonal fine-tuning (OFT) in plain torch: the specification of every faster kernel.
 
 A linear ``y = x W^T`` becomes ``y = (x R) W^T`` with ``R`` block-diagonal and orthogonal. Each block is the Cayley
 transform of a skew-symmetric matrix ``Q``, ``(I + Q)(I - Q)^-1``, exactly or as the truncated Neumann series that peft
-uses. Source: Qiu et al., "Controlling Text-to-Image Diffusion by Orthogonal Finetuning" (arXiv:2306.07280); the series:
-"Orthogonal Finetuning Made Scalable" (arXiv:2506.19847). Tensor layout and the counting of terms are peft's
-(``peft.tuners.oft``), so a checkpoint moves between the two without conversion.
+uses. The source is Qiu et al., "Controlling Text-to-Image Diffusion by Orthogonal Finetuning" (arXiv:2306.07280); that
+of the series is "Orthogonal Finetuning Made Scalable" (arXiv:2506.19847). Tensor layout and the counting of terms are
+peft's (``peft.tuners.oft``), so a checkpoint moves between the two without conversion.
 
-Dimension suffixes: T tokens, D input width, N blocks (D / B), B block size, E free entries of a block, B * (B - 1) / 2.
+The dimension suffixes are: T tokens, D input width, N blocks (D / B), B block size, E free entries of a block,
+B * (B - 1) / 2.
 """
 
 import torch
 
 
 def skew_symmetric(entries_NE: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Skew-symmetric blocks [N, B, B] from their strict upper triangles [N, E], row by row."""
+    """Returns skew-symmetric blocks [N, B, B] from their strict upper triangles [N, E], row by row."""
     rows, cols = torch.triu_indices(block_size, block_size, 1, device=entries_NE.device)
     upper_NBB = entries_NE.new_zeros(entries_NE.shape[0], block_size, block_size)
     upper_NBB[:, rows, cols] = entries_NE
@@ -21,17 +22,17 @@ def skew_symmetric(entries_NE: torch.Tensor, block_size: int) -> torch.Tensor:
 
 
 def cayley(q_NBB: torch.Tensor) -> torch.Tensor:
-    """Exact Cayley transform of skew-symmetric blocks [N, B, B]; orthogonal to rounding."""
+    """Returns the exact Cayley transform of skew-symmetric blocks [N, B, B]; it is orthogonal to rounding."""
     eye_BB = torch.eye(q_NBB.shape[-1], dtype=q_NBB.dtype, device=q_NBB.device)
     return torch.linalg.solve(eye_BB + q_NBB, eye_BB - q_NBB, left=False)
 
 
 def cayley_neumann(q_NBB: torch.Tensor, num_terms: int) -> torch.Tensor:
-    """Truncated Neumann series of the Cayley transform, [N, B, B].
+    """Returns the truncated Neumann series of the Cayley transform, [N, B, B].
 
-    ``I + 2 Q + 2 Q^2 + ... + Q^k`` with ``k = max(num_terms - 1, 3)`` for three terms or more (the last power counts
-    once; peft's counting makes three terms equal four), ``I + 2 Q`` for two. Orthogonal only while Q is small: see
-    ``orthogonality_error``.
+    The sum is ``I + 2 Q + 2 Q^2 + ... + Q^k`` with ``k = max(num_terms - 1, 3)`` for three terms or more (the last
+    power counts once; peft's counting makes three terms equal four), and ``I + 2 Q`` for two. It is orthogonal only
+    while Q is small: see ``orthogonality_error``.
     """
     r_NBB = torch.eye(q_NBB.shape[-1], dtype=q_NBB.dtype, device=q_NBB.device) + 2.0 * q_NBB
     if num_terms == 2:
@@ -45,7 +46,9 @@ def cayley_neumann(q_NBB: torch.Tensor, num_terms: int) -> torch.Tensor:
 
 
 def rotation(entries_NE: torch.Tensor, block_size: int, cayley_neumann_terms: int | None) -> torch.Tensor:
-    """Rotation blocks [N, B, B] in fp32 (fp64 for fp64 entries) from the adapter's entries [N, E] of any float dtype.
+    """Returns rotation blocks [N, B, B] from the adapter's entries [N, E] of any float dtype.
+
+    The blocks are fp32, or fp64 for fp64 entries.
 
     Args:
         entries_NE: the trained tensor, as peft stores it (``oft_R.weight``).
@@ -58,7 +61,7 @@ def rotation(entries_NE: torch.Tensor, block_size: int, cayley_neumann_terms: in
 
 
 def rotate(x_TD: torch.Tensor, r_NBB: torch.Tensor) -> torch.Tensor:
-    """Apply the block-diagonal rotation to activations: ``x R``, same shape and dtype as ``x``.
+    """Applies the block-diagonal rotation to activations: returns ``x R``, of the same shape and dtype as ``x``.
 
     The blocks are rounded to the activations' dtype first, as a tensor-core kernel would have them; trainer and server
     both round, so they compute the same numbers. The identity is exact in every dtype.
@@ -73,12 +76,12 @@ def rotate(x_TD: torch.Tensor, r_NBB: torch.Tensor) -> torch.Tensor:
 
 
 def merge(weight_OD: torch.Tensor, r_NBB: torch.Tensor) -> torch.Tensor:
-    """The weight ``W R^T`` whose plain linear equals the rotated one; computed in the rotation's dtype."""
+    """Returns the weight ``W R^T`` whose plain linear equals the rotated one, computed in the rotation's dtype."""
     return rotate(weight_OD.to(r_NBB.dtype), r_NBB.transpose(-2, -1))
 
 
 def orthogonality_error(r_NBB: torch.Tensor) -> torch.Tensor:
-    """Frobenius norm of ``R^T R - I`` per block, [N], dimensionless; 0 for an exact rotation.
+    """Returns the Frobenius norm of ``R^T R - I`` per block, [N], dimensionless; it is 0 for an exact rotation.
 
     For the five-term series an eigenvalue ``i t`` of Q contributes about ``2 t^4``.
     """

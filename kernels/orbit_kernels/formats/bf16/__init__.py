@@ -1,4 +1,4 @@
-"""Weights that are stored as they are: BF16, or fp32 for tests."""
+"""This package has weights that are stored as they are: BF16, or fp32 for tests."""
 
 from orbit_kernels.formats.bf16.format import Bf16Format
 

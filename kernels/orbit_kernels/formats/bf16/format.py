@@ -1,4 +1,4 @@
-"""BF16: one stored tensor, ``weight`` [O, I]."""
+"""This module defines BF16, which has one stored tensor, ``weight`` [O, I]."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -13,7 +13,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bf16Format(WeightFormat):
-    """Weights as they are.
+    """``Bf16Format`` stores weights as they are.
 
     Raises:
         ValueError: ``dtype`` is neither bfloat16 nor float32.
@@ -30,34 +30,34 @@ class Bf16Format(WeightFormat):
             raise ValueError(f"unquantised weights of dtype {self.dtype}: use one of {', '.join(map(str, DTYPES))}")
 
     def describe(self) -> dict[str, Any]:
-        """See WeightFormat."""
+        """Does what WeightFormat says."""
         return {"format": self.name, "dtype": str(self.dtype).removeprefix("torch.")}
 
     def specs(self, rows: int, columns: int) -> dict[str, TensorSpec]:
-        """See WeightFormat; every shape can be stored."""
+        """Does what WeightFormat says; every shape can be stored."""
         return {"weight": TensorSpec((rows, columns), self.dtype)}
 
     def problems(self, tensors: Tensors) -> list[str]:
-        """NaN and infinite weights."""
+        """Returns NaN and infinite weights as problems."""
         weight = tensors.get("weight")
         if weight is None or weight.isfinite().all():
             return []
         return [f"weight: {int((~weight.isfinite()).sum())} of {weight.numel()} values are NaN or infinite"]
 
     def dequantize(self, tensors: Tensors, dtype: torch.dtype, rows: slice = slice(None)) -> torch.Tensor:
-        """See WeightFormat; a view when the dtypes are equal."""
+        """Does what WeightFormat says; the result is a view when the dtypes are equal."""
         return reference.dequantize(tensors["weight"][rows], dtype)
 
     def quantize(self, weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
-        """See WeightFormat."""
+        """Does what WeightFormat says."""
         return {"weight": reference.quantize(weight_OI, self.dtype)}
 
     def shard_rows(self, tensors: Tensors, start: int, stop: int) -> dict[str, torch.Tensor]:
-        """See WeightFormat; any boundary will do."""
+        """Does what WeightFormat says; any boundary will do."""
         check_range("rows", start, stop, tensors["weight"].shape[0])
         return {"weight": tensors["weight"][start:stop]}
 
     def shard_columns(self, tensors: Tensors, start: int, stop: int) -> dict[str, torch.Tensor]:
-        """See WeightFormat; any boundary will do."""
+        """Does what WeightFormat says; any boundary will do."""
         check_range("columns", start, stop, tensors["weight"].shape[1])
         return {"weight": tensors["weight"][:, start:stop]}

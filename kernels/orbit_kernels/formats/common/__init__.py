@@ -1,1 +1,1 @@
-"""What the weight formats have in common."""
+"""This package holds what the weight formats have in common."""

@@ -1,4 +1,7 @@
-"""Two 4-bit codes in a byte, the first in the low half: what INT4 words (little-endian) and FP4 bytes have in common."""
+"""This module decodes two 4-bit codes in a byte, of which the first is in the low half.
+
+INT4 words (little-endian) and FP4 bytes have this in common.
+"""
 
 import functools
 
@@ -9,7 +12,7 @@ _PAIR_DTYPES = {torch.float32: torch.int64, torch.bfloat16: torch.int32}
 
 
 def decode(packed: torch.Tensor, values: tuple[float, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The values [..., n] of codes that are packed along the last dimension.
+    """Returns the values [..., n] of codes that are packed along the last dimension.
 
     One lookup decodes a byte: the table has the pair of values of each of the 256 bytes.
 

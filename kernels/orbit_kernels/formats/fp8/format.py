@@ -1,4 +1,4 @@
-"""FP8 blocks: ``weight`` E4M3 [O, I] and ``weight_scale_inv`` fp32 [ceil(O / 128), ceil(I / 128)].
+"""This module defines FP8 blocks: ``weight`` is E4M3 [O, I], ``weight_scale_inv`` fp32 [ceil(O / 128), ceil(I / 128)].
 
 In spite of its name ``weight_scale_inv`` multiplies (DeepSeek-V3, Qwen3-FP8). Qwen3-FP8's files hold it in BF16, whose
 values fp32 keeps.
@@ -18,7 +18,9 @@ SCALE_DTYPES = ("float32", "ue8m0")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fp8Format(WeightFormat):
-    """E4M3 with a scale for each block of weights, and for each token and group of ``block_columns`` inputs.
+    """``Fp8Format`` is E4M3 with a scale for each block of weights, and for each token and group of inputs.
+
+    The group of inputs has ``block_columns``.
 
     Args:
         block_rows: rows of a block.
@@ -45,11 +47,11 @@ class Fp8Format(WeightFormat):
 
     @property
     def block(self) -> tuple[int, int]:
-        """Rows and columns of a block."""
+        """Returns the rows and columns of a block."""
         return self.block_rows, self.block_columns
 
     def describe(self) -> dict[str, Any]:
-        """See WeightFormat."""
+        """Does what WeightFormat says."""
         return {
             "format": self.name,
             "weight_dtype": "float8_e4m3fn",
@@ -58,7 +60,7 @@ class Fp8Format(WeightFormat):
         }
 
     def specs(self, rows: int, columns: int) -> dict[str, TensorSpec]:
-        """See WeightFormat; blocks at the edges may be short, so every shape can be stored."""
+        """Does what WeightFormat says; blocks at the edges may be short, so every shape can be stored."""
         grid = (-(-rows // self.block_rows), -(-columns // self.block_columns))
         ue8m0 = self.scale_dtype == "ue8m0"
         also = (torch.bfloat16, torch.float8_e8m0fnu) if ue8m0 else (torch.bfloat16,)
@@ -68,7 +70,7 @@ class Fp8Format(WeightFormat):
         }
 
     def problems(self, tensors: Tensors) -> list[str]:
-        """Impossible scales, UE8M0 scales that are no power of two, NaN codes."""
+        """Returns impossible scales, UE8M0 scales that are no power of two, and NaN codes as problems."""
         found = []
         scale = tensors.get("weight_scale_inv")
         if scale is not None:
@@ -82,22 +84,22 @@ class Fp8Format(WeightFormat):
         return found
 
     def dequantize(self, tensors: Tensors, dtype: torch.dtype, rows: slice = slice(None)) -> torch.Tensor:
-        """See WeightFormat."""
+        """Does what WeightFormat says."""
         return reference.dequantize(tensors["weight"], tensors["weight_scale_inv"], self.block, rows, dtype)
 
     def quantize(self, weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
-        """See WeightFormat."""
+        """Does what WeightFormat says."""
         weight, scale = reference.quantize(weight_OI, self.block, power_of_two=self.scale_dtype == "ue8m0")
         return {"weight": weight, "weight_scale_inv": scale}
 
     def shard_rows(self, tensors: Tensors, start: int, stop: int) -> dict[str, torch.Tensor]:
-        """See WeightFormat."""
+        """Does what WeightFormat says."""
         check_range("rows", start, stop, tensors["weight"].shape[0], self.block_rows)
         grid = slice(start // self.block_rows, -(-stop // self.block_rows))
         return {"weight": tensors["weight"][start:stop], "weight_scale_inv": tensors["weight_scale_inv"][grid]}
 
     def shard_columns(self, tensors: Tensors, start: int, stop: int) -> dict[str, torch.Tensor]:
-        """See WeightFormat."""
+        """Does what WeightFormat says."""
         check_range("columns", start, stop, tensors["weight"].shape[1], self.block_columns)
         grid = slice(start // self.block_columns, -(-stop // self.block_columns))
         return {
@@ -106,5 +108,5 @@ class Fp8Format(WeightFormat):
         }
 
     def model_input(self, x_TI: torch.Tensor, parts: Sequence[Tensors]) -> torch.Tensor:
-        """See WeightFormat: E4M3 with a dynamic scale for each token and group of ``block_columns``."""
+        """Does what WeightFormat says, with E4M3 and a dynamic scale for each token and group of ``block_columns``."""
         return reference.quantized_input(x_TI, self.block_columns, power_of_two=self.scale_dtype == "ue8m0")

@@ -1,6 +1,7 @@
-"""Plain-torch numerics of block-scaled FP8 (E4M3, ``torch.float8_e4m3fn``, largest value 448).
+"""This module is the plain-torch numerics of block-scaled FP8 (E4M3, ``torch.float8_e4m3fn``, largest value 448).
 
-Dimension suffixes: T tokens, O rows, I columns, P row blocks, Q column blocks; the last block of either may be short.
+The dimension suffixes are: T tokens, O rows, I columns, P row blocks, Q column blocks; the last block of either may be
+short.
 """
 
 import functools
@@ -17,7 +18,7 @@ SMALLEST_INPUT = 1e-10
 def dequantize(
     weight_OI: torch.Tensor, scale_PQ: torch.Tensor, block: tuple[int, int], rows: slice, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The rows [R, I] of ``weight * scale``, the scale repeated over its block; rounded once to ``dtype``."""
+    """Returns the rows [R, I] of ``weight * scale``, the scale repeated over its block, rounded once to ``dtype``."""
     start, stop, _ = rows.indices(weight_OI.shape[0])
     values_RI = decode(weight_OI[start:stop])
     row_blocks = torch.arange(start, stop, device=weight_OI.device) // block[0]
@@ -35,7 +36,7 @@ def dequantize(
 def quantize(
     weight_OI: torch.Tensor, block: tuple[int, int], *, power_of_two: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """E4M3 weight [O, I] and fp32 scale [P, Q] = largest magnitude of a block / 448.
+    """Returns the E4M3 weight [O, I] and fp32 scale [P, Q] = largest magnitude of a block / 448.
 
     Args:
         weight_OI: any floating dtype.
@@ -53,9 +54,9 @@ def quantize(
 
 
 def quantized_input(x_TI: torch.Tensor, group: int, *, power_of_two: bool) -> torch.Tensor:
-    """``x`` after the deployed kernel's dynamic quantisation: a scale for each token and ``group`` of columns.
+    """Returns ``x`` after the deployed kernel's dynamic quantisation.
 
-    Columns beyond the last whole group form a group of their own.
+    Each token and ``group`` of columns has a scale. Columns beyond the last whole group form a group of their own.
     """
     columns = x_TI.shape[-1]
     padded = torch.nn.functional.pad(x_TI.float(), (0, -columns % group)).unflatten(-1, (-1, group))
@@ -65,7 +66,10 @@ def quantized_input(x_TI: torch.Tensor, group: int, *, power_of_two: bool) -> to
 
 
 def decode(codes: torch.Tensor) -> torch.Tensor:
-    """E4M3 values as fp32; on a CPU through a table of all 256, four times as fast as torch 2.11's own conversion."""
+    """Returns E4M3 values as fp32.
+
+    On a CPU it goes through a table of all 256, four times as fast as torch 2.11's own conversion.
+    """
     if codes.device.type != "cpu":
         return codes.float()
     index = codes.contiguous().view(torch.uint8).flatten().int()
@@ -86,7 +90,10 @@ def _scale(largest: torch.Tensor, power_of_two: bool) -> torch.Tensor:
 
 
 def _power_of_two_above(scale: torch.Tensor) -> torch.Tensor:
-    """The least power of two that UE8M0 holds and that is not below ``scale``; exact, which a logarithm is not."""
+    """Returns the least power of two that UE8M0 holds and that is not below ``scale``.
+
+    It is exact, which a logarithm is not.
+    """
     mantissa, exponent = torch.frexp(scale)  # the mantissa is in [0.5, 1)
     exponent = (exponent - (mantissa == 0.5).int()).clamp(min=UE8M0_SMALLEST_EXPONENT)
     return torch.ldexp(torch.ones_like(scale), exponent)

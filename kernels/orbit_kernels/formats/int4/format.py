@@ -1,7 +1,8 @@
-"""INT4 in groups: packed codes int32 [O, I / 8], scales [O, I / group], ``weight_shape`` int64 [2].
+"""This module defines INT4 in groups.
 
-Asymmetric weights have packed zero points int32 [ceil(O / 8), I / group] as well. Activation order that needs
-``weight_g_idx`` is refused with the configuration; orders that leave no trace in the file (``weight``, ``static``) are not.
+A weight has packed codes int32 [O, I / 8], scales [O, I / group] and ``weight_shape`` int64 [2]. Asymmetric weights
+have packed zero points int32 [ceil(O / 8), I / group] as well. Activation order that needs ``weight_g_idx`` is refused
+with the configuration; orders that leave no trace in the file (``weight``, ``static``) are not.
 """
 
 import dataclasses
@@ -13,14 +14,14 @@ from orbit_kernels.formats.common.weight_format import Tensors, TensorSpec, Weig
 from orbit_kernels.formats.int4 import reference
 
 SHAPE_LEAF = "weight_shape"
-"""Holds the rows and columns of the weight, whatever else is stored of it."""
+"""This leaf holds the rows and columns of the weight, whatever else is stored of it."""
 
 SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Int4Format(WeightFormat):
-    """Four-bit integers with a scale, and if asymmetric a zero point, for each row and group of columns.
+    """``Int4Format`` is four-bit integers with a scale for each row and group of columns, and if asymmetric a zero point.
 
     Args:
         group_size: columns that share a scale; a multiple of 8.
@@ -46,7 +47,7 @@ class Int4Format(WeightFormat):
             raise ValueError(f"INT4 scale dtype {self.scale_dtype}: not one of {', '.join(map(str, SCALE_DTYPES))}")
 
     def describe(self) -> dict[str, Any]:
-        """See WeightFormat."""
+        """Does what WeightFormat says."""
         return {
             "format": self.name,
             "group_size": self.group_size,
@@ -55,7 +56,7 @@ class Int4Format(WeightFormat):
         }
 
     def specs(self, rows: int, columns: int) -> dict[str, TensorSpec]:
-        """See WeightFormat."""
+        """Does what WeightFormat says."""
         if columns % self.group_size:
             raise ValueError(f"INT4 weight [{rows}, {columns}]: {columns} columns are no multiple of {self.group_size}")
         num_groups = columns // self.group_size
@@ -69,7 +70,7 @@ class Int4Format(WeightFormat):
         return specs
 
     def problems(self, tensors: Tensors) -> list[str]:
-        """Impossible scales, and a ``weight_shape`` that contradicts the other tensors."""
+        """Returns impossible scales, and a ``weight_shape`` that contradicts the other tensors, as problems."""
         found = []
         scale = tensors.get("weight_scale")
         if scale is not None:
@@ -81,12 +82,12 @@ class Int4Format(WeightFormat):
         return found
 
     def dequantize(self, tensors: Tensors, dtype: torch.dtype, rows: slice = slice(None)) -> torch.Tensor:
-        """See WeightFormat."""
+        """Does what WeightFormat says."""
         zero_point = None if self.symmetric else tensors["weight_zero_point"]
         return reference.dequantize(tensors["weight_packed"], tensors["weight_scale"], zero_point, rows, dtype)
 
     def quantize(self, weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
-        """See WeightFormat; rounds as compressed-tensors does."""
+        """Does what WeightFormat says; it rounds as compressed-tensors does."""
         self.specs(*weight_OI.shape)
         packed, scale, zero_point = reference.quantize(
             weight_OI, self.group_size, self.scale_dtype, symmetric=self.symmetric
@@ -97,7 +98,10 @@ class Int4Format(WeightFormat):
         return tensors
 
     def shard_rows(self, tensors: Tensors, start: int, stop: int) -> dict[str, torch.Tensor]:
-        """See WeightFormat; asymmetric weights only at multiples of 8 rows, which share a word of zero points."""
+        """Does what WeightFormat says.
+
+        Asymmetric weights can be cut only at multiples of 8 rows, which share a word of zero points.
+        """
         rows, num_groups = tensors["weight_scale"].shape
         check_range("rows", start, stop, rows, 1 if self.symmetric else reference.PER_WORD)
         shard = {leaf: tensors[leaf][start:stop] for leaf in ("weight_packed", "weight_scale")}
@@ -107,7 +111,7 @@ class Int4Format(WeightFormat):
         return shard | self._shape(tensors, stop - start, num_groups * self.group_size)
 
     def shard_columns(self, tensors: Tensors, start: int, stop: int) -> dict[str, torch.Tensor]:
-        """See WeightFormat."""
+        """Does what WeightFormat says."""
         rows, num_groups = tensors["weight_scale"].shape
         check_range("columns", start, stop, num_groups * self.group_size, self.group_size)
         groups = slice(start // self.group_size, stop // self.group_size)

@@ -1,9 +1,9 @@
-"""Plain-torch numerics of grouped INT4, in compressed-tensors' layout.
+"""This module is the plain-torch numerics of grouped INT4, in compressed-tensors' layout.
 
 Stored codes are 0 to 15 and mean -8 to 7; eight of them share an int32 word, the first in the lowest bits. Zero points are
 packed alike, but along the rows.
 
-Dimension suffixes: O rows, R some of the rows, I columns, G groups of columns, W words of eight codes.
+The dimension suffixes are: O rows, R some of the rows, I columns, G groups of columns, W words of eight codes.
 """
 
 import torch
@@ -21,7 +21,7 @@ def dequantize(
     rows: slice,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The rows [R, I] of ``(code - zero_point) * scale``; rounded once to ``dtype``."""
+    """Returns the rows [R, I] of ``(code - zero_point) * scale``, rounded once to ``dtype``."""
     start, stop, _ = rows.indices(packed_OW.shape[0])
     # Codes less zero points are exact in BF16, and torch multiplies BF16 in fp32 and rounds once: the same bits for half
     # the memory traffic.
@@ -35,7 +35,7 @@ def dequantize(
 
 
 def unpack_zero_points(zero_point_WG: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Zero points [R, G], fp32 in -8 to 7, of the rows [start, stop)."""
+    """Returns the zero points [R, G], fp32 in -8 to 7, of the rows [start, stop)."""
     first_word = start // PER_WORD
     # A copy, not contiguous(): that keeps the strides of a single word, which cannot be viewed as bytes.
     words_GW = zero_point_WG[first_word : -(-stop // PER_WORD)].T.clone(memory_format=torch.contiguous_format)
@@ -46,7 +46,7 @@ def unpack_zero_points(zero_point_WG: torch.Tensor, start: int, stop: int) -> to
 def quantize(
     weight_OI: torch.Tensor, group_size: int, scale_dtype: torch.dtype, *, symmetric: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Packed codes [O, W], scales [O, G] and packed zero points [W, G] by compressed-tensors' own rounding.
+    """Returns packed codes [O, W], scales [O, G] and packed zero points [W, G] by compressed-tensors' own rounding.
 
     The codes are chosen for the scales as stored, after their rounding to ``scale_dtype``.
     """

@@ -1,4 +1,4 @@
-"""MXFP4: four-bit floats in groups of 32 with power-of-two scales (OCP Microscaling Formats 1.0)."""
+"""This package has MXFP4: four-bit floats in groups of 32 with power-of-two scales (OCP Microscaling Formats 1.0)."""
 
 from orbit_kernels.formats.mxfp4.format import Mxfp4Format
 

@@ -1,4 +1,7 @@
-"""MXFP4 as compressed-tensors stores it: codes in ``weight_packed`` uint8 [O, I / 2], scales in ``weight_scale`` uint8 [O, I / 32]."""
+"""This module defines MXFP4 as compressed-tensors stores it.
+
+Codes are in ``weight_packed`` uint8 [O, I / 2], scales in ``weight_scale`` uint8 [O, I / 32].
+"""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -16,14 +19,14 @@ _LARGEST_PLAUSIBLE, _SMALLEST_PLAUSIBLE = 16, -64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mxfp4Format(WeightFormat):
-    """E2M1 in groups of 32 columns; weight-only, the input is not quantised."""
+    """``Mxfp4Format`` is E2M1 in groups of 32 columns; it is weight-only, so the input is not quantised."""
 
     name: ClassVar[str] = "mxfp4"
     scratch_bytes_per_weight: ClassVar[int] = 7
     value_leaves: ClassVar[tuple[str, ...]] = (_SCALE,)
 
     def describe(self) -> dict[str, Any]:
-        """See WeightFormat."""
+        """Does what WeightFormat says."""
         return {
             "format": self.name,
             "group_size": GROUP,
@@ -32,7 +35,7 @@ class Mxfp4Format(WeightFormat):
         }
 
     def specs(self, rows: int, columns: int) -> dict[str, TensorSpec]:
-        """See WeightFormat."""
+        """Does what WeightFormat says."""
         if columns % GROUP:
             raise ValueError(f"MXFP4 weight [{rows}, {columns}]: {columns} columns are no multiple of {GROUP}")
         return {
@@ -41,7 +44,7 @@ class Mxfp4Format(WeightFormat):
         }
 
     def problems(self, tensors: Tensors) -> list[str]:
-        """Scales that are NaN, and exponents that only another bias than 127 can explain."""
+        """Returns scales that are NaN, and exponents that only another bias than 127 can explain, as problems."""
         scale = tensors.get(_SCALE)
         if scale is None:
             return []
@@ -57,22 +60,22 @@ class Mxfp4Format(WeightFormat):
         ]
 
     def dequantize(self, tensors: Tensors, dtype: torch.dtype, rows: slice = slice(None)) -> torch.Tensor:
-        """See WeightFormat."""
+        """Does what WeightFormat says."""
         return reference.dequantize(tensors[_PACKED], tensors[_SCALE], rows, dtype)
 
     def quantize(self, weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
-        """See WeightFormat; rounds as compressed-tensors does."""
+        """Does what WeightFormat says; it rounds as compressed-tensors does."""
         self.specs(*weight_OI.shape)
         packed, scale = reference.quantize(weight_OI)
         return {_PACKED: packed, _SCALE: scale}
 
     def shard_rows(self, tensors: Tensors, start: int, stop: int) -> dict[str, torch.Tensor]:
-        """See WeightFormat; any boundary will do."""
+        """Does what WeightFormat says; any boundary will do."""
         check_range("rows", start, stop, tensors[_SCALE].shape[0])
         return {leaf: tensor[start:stop] for leaf, tensor in tensors.items()}
 
     def shard_columns(self, tensors: Tensors, start: int, stop: int) -> dict[str, torch.Tensor]:
-        """See WeightFormat."""
+        """Does what WeightFormat says."""
         check_range("columns", start, stop, tensors[_SCALE].shape[1] * GROUP, GROUP)
         return {
             _PACKED: tensors[_PACKED][:, start // 2 : stop // 2],

@@ -1,6 +1,8 @@
-"""Plain-torch numerics of MXFP4: ``value = E2M1 code * 2^(byte - 127)``, a scale byte for each 32 columns.
+"""This module is the plain-torch numerics of MXFP4.
 
-Dimension suffixes: O rows, R some of the rows, I columns, G groups of 32 columns, B bytes of two codes.
+The value is ``E2M1 code * 2^(byte - 127)``, with a scale byte for each 32 columns.
+
+The dimension suffixes are: O rows, R some of the rows, I columns, G groups of 32 columns, B bytes of two codes.
 """
 
 import torch
@@ -17,7 +19,7 @@ _ROUNDS_UP = 1.75 / 2
 
 
 def dequantize(packed_OB: torch.Tensor, scale_OG: torch.Tensor, rows: slice, dtype: torch.dtype) -> torch.Tensor:
-    """The rows [R, I] of the weight; exact in BF16 but for subnormal results."""
+    """Returns the rows [R, I] of the weight; they are exact in BF16 but for subnormal results."""
     # Codes and powers of two are exact in BF16: the same bits for half the memory traffic.
     exact = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     values_RI = nibbles.decode(packed_OB[rows], e2m1.VALUES, exact)
@@ -26,17 +28,17 @@ def dequantize(packed_OB: torch.Tensor, scale_OG: torch.Tensor, rows: slice, dty
 
 
 def decode_scale(scale: torch.Tensor) -> torch.Tensor:
-    """UE8M0 bytes as fp32 powers of two; 127 is 1 and 128 is 2."""
+    """Returns UE8M0 bytes as fp32 powers of two; 127 is 1 and 128 is 2."""
     return torch.ldexp(torch.ones_like(scale, dtype=torch.float32), exponent(scale))
 
 
 def exponent(scale: torch.Tensor) -> torch.Tensor:
-    """Exponents int32 of UE8M0 bytes."""
+    """Returns the exponents int32 of UE8M0 bytes."""
     return scale.view(torch.uint8).int() - BIAS
 
 
 def quantize(weight_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed codes uint8 [O, B] and scale bytes [O, G] by compressed-tensors 0.20.1's rule for the exponent.
+    """Returns packed codes uint8 [O, B] and scale bytes [O, G] by compressed-tensors 0.20.1's rule for the exponent.
 
     Unlike section 6.3 of the OCP specification, which always rounds the exponent down, the rule rounds up a group whose
     largest magnitude would saturate.

@@ -1,4 +1,4 @@
-"""NVFP4 under the names of ModelOpt and of compressed-tensors.
+"""This module defines NVFP4 under the names of ModelOpt and of compressed-tensors.
 
 | | packed codes | E4M3 scales | fp32 global scale | fp32 global scale of the input |
 |---|---|---|---|---|
@@ -35,7 +35,7 @@ _STYLES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Nvfp4Format(WeightFormat):
-    """E2M1 in groups of 16 columns.
+    """``Nvfp4Format`` is E2M1 in groups of 16 columns.
 
     Args:
         style: whose names and conventions the file follows, ``modelopt`` or ``compressed-tensors``.
@@ -57,13 +57,13 @@ class Nvfp4Format(WeightFormat):
 
     @property
     def value_leaves(self) -> tuple[str, ...]:
-        """See WeightFormat."""
+        """Returns what WeightFormat says."""
         inputs = (self._names.input_scale,) if self.quantized_input else ()
         return ("weight_scale", self._names.global_scale, *inputs)
 
     @property
     def global_scale_leaf(self) -> str:
-        """Name of the stored global scale of the weight."""
+        """Returns the name of the stored global scale of the weight."""
         return self._names.global_scale
 
     @property
@@ -71,7 +71,7 @@ class Nvfp4Format(WeightFormat):
         return _STYLES[self.style]
 
     def describe(self) -> dict[str, Any]:
-        """See WeightFormat."""
+        """Does what WeightFormat says."""
         return {
             "format": self.name,
             "style": self.style,
@@ -82,7 +82,7 @@ class Nvfp4Format(WeightFormat):
         }
 
     def specs(self, rows: int, columns: int) -> dict[str, TensorSpec]:
-        """See WeightFormat."""
+        """Does what WeightFormat says."""
         if columns % GROUP:
             raise ValueError(f"NVFP4 weight [{rows}, {columns}]: {columns} columns are no multiple of {GROUP}")
         scalar = TensorSpec(self._names.scalar_shape, torch.float32)
@@ -94,7 +94,10 @@ class Nvfp4Format(WeightFormat):
         return specs | ({self._names.input_scale: scalar} if self.quantized_input else {})
 
     def problems(self, tensors: Tensors) -> list[str]:
-        """Impossible scales; the scale of a group may be zero, which is how tiny groups are stored."""
+        """Returns impossible scales as problems.
+
+        The scale of a group may be zero, which is how tiny groups are stored.
+        """
         return [
             problem
             for leaf in self.value_leaves
@@ -103,7 +106,7 @@ class Nvfp4Format(WeightFormat):
         ]
 
     def dequantize(self, tensors: Tensors, dtype: torch.dtype, rows: slice = slice(None)) -> torch.Tensor:
-        """See WeightFormat; the scales are multiplied with, or divided by, the global scale first."""
+        """Does what WeightFormat says; the scales are multiplied with, or divided by, the global scale first."""
         dequantize = reference.dequantize_divided if self._names.divides else reference.dequantize
         global_scale = tensors[self._names.global_scale].reshape(())
         return dequantize(tensors[self._names.packed], tensors["weight_scale"], global_scale, rows, dtype)
@@ -115,7 +118,7 @@ class Nvfp4Format(WeightFormat):
         largest_weight: float | None = None,
         largest_input: float | None = None,
     ) -> dict[str, torch.Tensor]:
-        """See WeightFormat.
+        """Does what WeightFormat says.
 
         Args:
             weight_OI: the weight.
@@ -140,13 +143,13 @@ class Nvfp4Format(WeightFormat):
         return tensors
 
     def shard_rows(self, tensors: Tensors, start: int, stop: int) -> dict[str, torch.Tensor]:
-        """See WeightFormat; any boundary will do, the global scales are every shard's."""
+        """Does what WeightFormat says; any boundary will do, and the global scales are every shard's."""
         check_range("rows", start, stop, tensors["weight_scale"].shape[0])
         split = {leaf: tensors[leaf][start:stop] for leaf in (self._names.packed, "weight_scale")}
         return dict(tensors) | split
 
     def shard_columns(self, tensors: Tensors, start: int, stop: int) -> dict[str, torch.Tensor]:
-        """See WeightFormat; the global scales are every shard's."""
+        """Does what WeightFormat says; the global scales are every shard's."""
         check_range("columns", start, stop, tensors["weight_scale"].shape[1] * GROUP, GROUP)
         return dict(tensors) | {
             self._names.packed: tensors[self._names.packed][:, start // 2 : stop // 2],
@@ -154,7 +157,7 @@ class Nvfp4Format(WeightFormat):
         }
 
     def model_input(self, x_TI: torch.Tensor, parts: Sequence[Tensors]) -> torch.Tensor:
-        """See WeightFormat: E2M1 with dynamic E4M3 scales and the largest of the parts' stored global scales.
+        """Does what WeightFormat says: E2M1 has dynamic E4M3 scales and the largest of the parts' stored global scales.
 
         SGLang 0.5.12 takes the same (modelopt_quant.py::ModelOptFp4LinearMethod.process_weights_after_loading,
         compressed_tensors_w4a4_nvfp4.py::CompressedTensorsW4A4Fp4.process_weights_after_loading).

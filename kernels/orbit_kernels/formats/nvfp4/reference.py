@@ -1,6 +1,8 @@
-"""Plain-torch numerics of NVFP4: ``value = E2M1 code * E4M3 scale of its group of 16 * fp32 global scale``.
+"""This module is the plain-torch numerics of NVFP4.
 
-Dimension suffixes: O rows, R some of the rows, I columns, G groups of 16 columns, T tokens.
+The value is ``E2M1 code * E4M3 scale of its group of 16 * fp32 global scale``.
+
+The dimension suffixes are: O rows, R some of the rows, I columns, G groups of 16 columns, T tokens.
 """
 
 import torch
@@ -15,7 +17,7 @@ GROUP = 16
 def dequantize(
     packed_OB: torch.Tensor, scale_OG: torch.Tensor, global_scale: torch.Tensor, rows: slice, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The rows [R, I] of the weight; rounded once to ``dtype``.
+    """Returns the rows [R, I] of the weight, rounded once to ``dtype``.
 
     Args:
         packed_OB: uint8 [O, I / 2].
@@ -30,18 +32,21 @@ def dequantize(
 def dequantize_divided(
     packed_OB: torch.Tensor, scale_OG: torch.Tensor, divisor: torch.Tensor, rows: slice, dtype: torch.dtype
 ) -> torch.Tensor:
-    """``dequantize`` for a global scale that divides: to the bit what compressed-tensors' division gives."""
+    """Does as ``dequantize`` for a global scale that divides: it gives to the bit what compressed-tensors' division gives."""
     return _multiply(packed_OB[rows], decode_e4m3(scale_OG[rows]) / divisor, dtype)
 
 
 def quantize(weight_OI: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed codes uint8 [O, I / 2] and E4M3 scales [O, G] for a given global scale (fp32 scalar, multiplies)."""
+    """Returns packed codes uint8 [O, I / 2] and E4M3 scales [O, G] for a given global scale.
+
+    The global scale is an fp32 scalar that multiplies.
+    """
     values, scale_OG = _round(weight_OI, global_scale)
     return e2m1.encode(values.flatten(-2)), scale_OG
 
 
 def quantized_input(x_TI: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
-    """``x`` after the deployed kernel's quantisation with a static global scale and dynamic group scales.
+    """Returns ``x`` after the deployed kernel's quantisation with a static global scale and dynamic group scales.
 
     The deployed GEMM multiplies by the global scale at its end; here it is part of the value, rounded to ``x``'s dtype.
     """
@@ -50,7 +55,10 @@ def quantized_input(x_TI: torch.Tensor, global_scale: torch.Tensor) -> torch.Ten
 
 
 def _round(values: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """E2M1 values [..., G, 16], fp32, and E4M3 scales [..., G]; a group whose scale rounds to zero is all zeros."""
+    """Returns E2M1 values [..., G, 16], fp32, and E4M3 scales [..., G].
+
+    A group whose scale rounds to zero is all zeros.
+    """
     groups = values.float().unflatten(-1, (-1, GROUP))
     scale = (groups.abs().amax(dim=-1) / (e2m1.MAX * global_scale)).clamp(max=FP8_MAX).to(FP8)
     effective = (decode_e4m3(scale) * global_scale)[..., None]

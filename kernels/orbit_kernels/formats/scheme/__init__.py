@@ -1,4 +1,4 @@
-"""Which linear of a checkpoint has which format, as its ``config.json`` says.
+"""This package reads which linear of a checkpoint has which format, as its ``config.json`` says.
 
 A configuration that asks for anything that is not implemented is refused by name: a base that is read differently in the
 trainer and in the server is worse than none. One module reads each ``quant_method``.

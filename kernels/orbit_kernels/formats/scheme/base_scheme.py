@@ -1,4 +1,4 @@
-"""The scheme of a base model, and the reader that chooses among the configuration styles."""
+"""This module has the scheme of a base model, and the reader that chooses among the configuration styles."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ _NEVER_QUANTIZED = (r"(.*\.)?lm_head", r".*\.mlp\.gate")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaseScheme:
-    """The format of every linear of a base model.
+    """A ``BaseScheme`` gives the format of every linear of a base model.
 
     Attributes:
         dense: format of what is not quantised.
@@ -35,14 +35,14 @@ class BaseScheme:
     rules: Rules = Rules()
 
     def format_of(self, module: str) -> WeightFormat:
-        """The format of a linear by its Hugging Face name, e.g. ``model.layers.0.mlp.up_proj``."""
+        """Returns the format of a linear by its Hugging Face name, e.g. ``model.layers.0.mlp.up_proj``."""
         if any(re.fullmatch(pattern, module) for pattern in (*_NEVER_QUANTIZED, *self.rules.ignored)):
             return self.dense
         matching = (found for pattern, found in self.rules.formats if re.fullmatch(pattern, module))
         return next(matching, self.dense)
 
     def common_format(self, modules: Sequence[str]) -> WeightFormat:
-        """The format of linears that are multiplied as one.
+        """Returns the format of linears that are multiplied as one.
 
         Args:
             modules: their Hugging Face names.
@@ -63,7 +63,7 @@ class BaseScheme:
 
 
 def read_base_scheme(hf_config: Mapping[str, Any]) -> BaseScheme:
-    """The scheme that a checkpoint's ``config.json`` describes.
+    """Returns the scheme that a checkpoint's ``config.json`` describes.
 
     Args:
         hf_config: the file's content; ``quantization_config`` may be absent, or inside the ``text_config`` of a model
@@ -95,7 +95,7 @@ def _dtypes() -> dict[str, torch.dtype]:
 
 
 def _dtype(hf_config: Mapping[str, Any]) -> torch.dtype:
-    """The dtype of unquantised weights; ``torch_dtype`` is its name in files written by transformers before 5."""
+    """Returns the dtype of unquantised weights; files written by transformers before 5 name it ``torch_dtype``."""
     name = hf_config.get("dtype", hf_config.get("torch_dtype"))
     if name not in _dtypes():
         raise ValueError(f"config.json: dtype is {name!r}; one of {', '.join(_dtypes())} is needed")

@@ -1,4 +1,7 @@
-"""Reads ``quant_method: compressed-tensors`` with the formats pack-quantized, nvfp4-pack-quantized and mxfp4-pack-quantized."""
+"""This module reads ``quant_method: compressed-tensors``.
+
+Its formats are pack-quantized, nvfp4-pack-quantized and mxfp4-pack-quantized.
+"""
 
 import re
 from collections.abc import Callable, Mapping
@@ -26,7 +29,7 @@ _MAJOR_VERSION = "0"
 
 
 def read(config: Mapping[str, Any], dense_dtype: torch.dtype) -> Rules:
-    """Rules of a compressed-tensors configuration: one format for each target, exceptions in ``ignore``.
+    """Returns the rules of a compressed-tensors configuration: one format for each target, and exceptions in ``ignore``.
 
     Raises:
         ValueError: a format, version, strategy, activation order, target or field that is not implemented.
@@ -133,5 +136,5 @@ def _target_pattern(where: str, target: str) -> str:
 
 
 def _name_pattern(name: str) -> str:
-    """An exact name, or after ``re:`` an expression that the beginning of a name must match."""
+    """Returns a pattern for an exact name, or after ``re:`` for an expression that a name's beginning must match."""
     return f"(?:{name.removeprefix('re:')}).*" if name.startswith("re:") else re.escape(name)

@@ -1,4 +1,4 @@
-"""Checks of a configuration's fields, and the rules that are read from it."""
+"""This module checks a configuration's fields, and has the rules that are read from it."""
 
 import dataclasses
 import re
@@ -10,7 +10,7 @@ from orbit_kernels.formats.common.weight_format import WeightFormat
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Formats by regular expressions that match whole module names.
+    """``Rules`` give formats by regular expressions that match whole module names.
 
     Attributes:
         formats: the first expression that matches decides.
@@ -22,7 +22,7 @@ class Rules:
 
 
 def refuse_unknown(where: str, fields: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuse fields whose meaning is not known; those that are None or empty mean nothing.
+    """Refuses fields whose meaning is not known; those that are None or empty mean nothing.
 
     Raises:
         ValueError: naming the fields.
@@ -35,7 +35,7 @@ def refuse_unknown(where: str, fields: Mapping[str, Any], known: Collection[str]
 
 
 def require(where: str, fields: Mapping[str, Any], name: str, *allowed: Any) -> Any:
-    """The field's value, None when it is absent.
+    """Returns the field's value, None when it is absent.
 
     Raises:
         ValueError: the value is not one of those allowed.
@@ -47,9 +47,10 @@ def require(where: str, fields: Mapping[str, Any], name: str, *allowed: Any) -> 
 
 
 def path_pattern(name: str) -> str:
-    """A module path, or part of one, anywhere in a name but only whole components; ``*`` stands for anything.
+    """Returns a pattern for a module path, or part of one, anywhere in a name but only of whole components.
 
-    ``mlp.gate`` matches ``model.layers.0.mlp.gate`` and not ``model.layers.0.mlp.gate_proj``.
+    ``*`` stands for anything. ``mlp.gate`` matches ``model.layers.0.mlp.gate`` and not
+    ``model.layers.0.mlp.gate_proj``.
     """
     escaped = re.escape(name.removeprefix("model.")).replace(r"\*", ".*")
     return rf"(?:.*\.)?{escaped}(?:\..*)?"

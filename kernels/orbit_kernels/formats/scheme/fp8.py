@@ -1,4 +1,4 @@
-"""Reads ``quant_method: fp8``: block-scaled E4M3, as DeepSeek-V3 and Qwen3-FP8 write it."""
+"""This module reads ``quant_method: fp8``: block-scaled E4M3, as DeepSeek-V3 and Qwen3-FP8 write it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ _KNOWN = {"quant_method", "fmt", "activation_scheme", "weight_block_size", "scal
 
 
 def read(config: Mapping[str, Any], dense_dtype: torch.dtype) -> Rules:
-    """Rules of an FP8 configuration; every linear outside ``modules_to_not_convert`` is quantised.
+    """Returns the rules of an FP8 configuration; every linear outside ``modules_to_not_convert`` is quantised.
 
     Raises:
         ValueError: per-tensor or static scales, another encoding than E4M3, or an unknown field.

@@ -1,4 +1,7 @@
-"""Reads ``quant_method: modelopt`` with ``quant_algo: NVFP4``, as NVIDIA's ModelOpt writes it to ``config.json``."""
+"""This module reads ``quant_method: modelopt`` with ``quant_algo: NVFP4``, as NVIDIA's ModelOpt writes it.
+
+ModelOpt writes it to ``config.json``.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +18,7 @@ _KNOWN_ARGUMENTS = {"num_bits", "type", "group_size", "dynamic"}
 
 
 def read(config: Mapping[str, Any], dense_dtype: torch.dtype) -> Rules:
-    """Rules of an NVFP4 configuration; every linear outside ``ignore`` is quantised.
+    """Returns the rules of an NVFP4 configuration; every linear outside ``ignore`` is quantised.
 
     Raises:
         ValueError: another algorithm, a quantised KV cache, several groups, or an unknown field.

@@ -1,4 +1,4 @@
-"""Writes the ``quantization_config`` that ``read_base_scheme`` and the deployed servers read."""
+"""This module writes the ``quantization_config`` that ``read_base_scheme`` and the deployed servers read."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +11,9 @@ from orbit_kernels.formats.nvfp4 import Nvfp4Format
 
 
 def quantization_config(weight_format: WeightFormat, ignored: Sequence[str]) -> dict[str, Any]:
-    """The configuration of a model in which all linears but those ignored have one format.
+    """Returns the configuration of a model in which all linears but those ignored have one format.
 
-    FP8 is written as DeepSeek and Qwen do, INT4, NVFP4 and MXFP4 as compressed-tensors does.
+    FP8 is written as DeepSeek and Qwen do; INT4, NVFP4 and MXFP4 are written as compressed-tensors does.
 
     Args:
         weight_format: of the quantised linears.
