@@ -1,1 +1,1 @@
-"""Measurements whose results stand in ``docs/``; each prints the table that it is the source of."""
+"""This package has the measurements whose results stand in ``docs/``; each prints the table that it is source of."""

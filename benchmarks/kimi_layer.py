@@ -1,9 +1,10 @@
-"""Memory and time of one layer of Kimi-K2.6 in the trainer: real sizes, random bits.
+"""This script measures memory and time of one layer of Kimi-K2.6 in the trainer, with real sizes and random bits.
 
     python -m benchmarks.kimi_layer [--tokens N] [--experts N] [--experts-per-chunk N] [--adapter each|common]
 
-Builds the layer as a run does (latent attention and shared expert in BF16, 384 routed experts in INT4), puts an OFT adapter on
-all of its linears, and runs one forward and backward pass. Prints a Markdown table. Takes 10 GB of memory for the layer.
+It builds the layer as a run does (latent attention and shared expert in BF16, 384 routed experts in INT4), puts an OFT
+adapter on all of its linears, and runs one forward and backward pass. It prints a Markdown table. The layer takes 10 GB
+of memory.
 """
 
 import argparse
@@ -72,7 +73,7 @@ _GIB = 2**30
 
 
 def build(settings: AdapterSettings, base: BaseSettings, num_experts: int) -> tuple[FrozenGPTModel, TrainerAdapter]:
-    """One layer with an adapter, between embeddings and a head of a few tokens."""
+    """Builds one layer with an adapter, between embeddings and a head of a few tokens."""
     config = KimiK25Config(
         architectures=["KimiK25ForConditionalGeneration"],
         dtype="bfloat16",
@@ -89,7 +90,7 @@ def build(settings: AdapterSettings, base: BaseSettings, num_experts: int) -> tu
 
 @torch.no_grad()
 def fill_with_random_bits(model: FrozenGPTModel) -> None:
-    """Packed codes of any value; scales and plain tensors small, so that activations stay finite."""
+    """Fills packed codes with any value, scales and plain tensors with small ones, so that activations stay finite."""
     for name, tensor in named_tensors(model):
         if name.endswith("weight_shape"):
             continue
@@ -104,7 +105,7 @@ def fill_with_random_bits(model: FrozenGPTModel) -> None:
 
 
 def measure(tokens: int, settings: AdapterSettings, base: BaseSettings, num_experts: int) -> dict[str, float]:
-    """GiB held and at the peak of a pass, and seconds of both halves."""
+    """Measures the GiB held and at the peak of a pass, and the seconds of both halves."""
     started = time.monotonic()
     model, adapter = build(settings, base, num_experts)
     held = sum(tensor.nbytes for _, tensor in named_tensors(model))
@@ -139,7 +140,7 @@ def _experts_with_gradients(adapter: TrainerAdapter) -> int:
 
 
 def _status(field: str) -> int:
-    """Bytes of a field of the process's memory accounts."""
+    """Returns the bytes of a field of the process's memory accounts."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:"))
     return int(line.split()[1]) * 1024
 
@@ -149,7 +150,7 @@ def _reset_peak() -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description="Memory and time of one layer of Kimi-K2.6's shape in the trainer.")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--experts", type=int, default=384)

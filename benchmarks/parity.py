@@ -1,10 +1,11 @@
-"""How far the policy trained is from the policy served: a BF16 trainer, or the same bits on both sides.
+"""This script measures how far the policy trained is from the policy served.
 
     python -m benchmarks.parity --model DIR --prompts FILE.parquet [--num-prompts N] [--num-tokens N]
 
-For each format, a real SGLang server samples answers from the quantised checkpoint with an adapter in its active slot.
-The trainer's engine, with the same adapter, then computes the log-probs of the same tokens over (a) the BF16 checkpoint
-and (b) the quantised one. Prints a Markdown table of |log-prob sampled with - log-prob trained on|, in nats.
+It compares a BF16 trainer with the same bits on both sides. For each format, a real SGLang server samples answers from
+the quantised checkpoint with an adapter in its active slot. The trainer's engine, with the same adapter, then computes
+the log-probs of the same tokens over (a) the BF16 checkpoint and (b) the quantised one. The script prints a Markdown
+table of |log-prob sampled with - log-prob trained on|, in nats.
 """
 
 import argparse
@@ -44,7 +45,7 @@ ADAPTER_SCALE = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One answer of the server.
+    """A ``Sample`` is one answer of the server.
 
     Attributes:
         tokens: prompt and answer.
@@ -57,7 +58,7 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """|log-prob sampled with - log-prob trained on| over the tokens of all answers, in nats."""
+    """A ``Difference`` is |log-prob sampled with - log-prob trained on| over the tokens of all answers, in nats."""
 
     mean: float
     p99: float
@@ -65,7 +66,7 @@ class Difference:
 
     @classmethod
     def of(cls, samples: Sequence[Sample], log_probs: Sequence[torch.Tensor]) -> "Difference":
-        """Compare the server's log-probs with others of the same tokens."""
+        """Compares the server's log-probs with others of the same tokens."""
         pairs = zip(samples, log_probs, strict=True)
         difference_T = torch.cat([(ours_R - sample.log_probs_R).abs() for sample, ours_R in pairs])
         return cls(difference_T.mean().item(), difference_T.quantile(0.99).item(), difference_T.max().item())
@@ -75,7 +76,10 @@ class Difference:
 
 
 class Trainer:
-    """The trainer's engine over one checkpoint, with a random adapter that is the same for every checkpoint."""
+    """A ``Trainer`` is the trainer's engine over one checkpoint.
+
+    It has a random adapter that is the same for every checkpoint.
+    """
 
     def __init__(self, model: Path):
         config = HFModelConfig(path=str(model))
@@ -90,7 +94,7 @@ class Trainer:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * ADAPTER_SCALE)
 
     def log_probs(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
-        """Log-probs [R] that the engine gives the answers' tokens."""
+        """Returns the log-probs [R] that the engine gives the answers' tokens."""
         with self.engine.eval_mode():
             output = self.engine.infer_batch(_batch(samples))
         # Position p holds the log-prob of token p + 1; the last one has no successor.
@@ -122,7 +126,7 @@ def _batch(samples: Sequence[Sample]) -> TensorDict:
 
 
 def sample(address: str, prompts: Sequence[list[int]], num_tokens: int) -> list[Sample]:
-    """Answers sampled at temperature 1."""
+    """Samples answers at temperature 1."""
     body = {
         "input_ids": list(prompts),
         "sampling_params": {"temperature": 1.0, "max_new_tokens": num_tokens},
@@ -140,14 +144,14 @@ def sample(address: str, prompts: Sequence[list[int]], num_tokens: int) -> list[
 
 
 def publish(address: str, trainer: Trainer) -> None:
-    """Stage and activate the trainer's adapter as version 1."""
+    """Stages and activates the trainer's adapter as version 1."""
     adapter, server = trainer.engine.export_adapter(), SlotClient(f"http://{address}", timeout_s=120)
     assert server.stage(1, adapter.encode()).digest == adapter.digest()
     server.activate(1)
 
 
 def read_prompts(file: Path, model: Path, number: int) -> list[list[int]]:
-    """The first prompts of a verl data set, rendered with the model's chat template."""
+    """Returns the first prompts of a verl data set, rendered with the model's chat template."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = pd.read_parquet(file)["prompt"][:number]
     return [
@@ -157,7 +161,7 @@ def read_prompts(file: Path, model: Path, number: int) -> list[list[int]]:
 
 
 def measure(model: Path, prompts: Sequence[list[int]], num_tokens: int, folder: Path) -> Iterator[str]:
-    """One row of the table for BF16 and for each format."""
+    """Yields one row of the table for BF16 and for each format."""
     bf16 = Trainer(model)
     for name in ("bf16", *FORMATS):
         served, same_bits = model, bf16
@@ -185,7 +189,7 @@ def _process_group(folder: Path) -> Iterator[None]:
 
 
 def main() -> None:
-    """Command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(
         description="Log-prob difference of a BF16 trainer and of one with the served bits."
     )

@@ -1,4 +1,7 @@
-"""A real SGLang server on this machine's CPU, with adapter slots or without, for the length of a measurement."""
+"""This module runs a real SGLang server on this machine's CPU for the length of a measurement.
+
+The server has adapter slots, or none.
+"""
 
 import contextlib
 import os
@@ -23,7 +26,7 @@ _CPU_FLAGS = (
 
 @contextlib.contextmanager
 def serve(model: Path, log: Path, *flags: str, slots: bool = True) -> Iterator[str]:
-    """Serve a checkpoint; yields ``host:port`` on loopback once the server is ready.
+    """Serves a checkpoint; yields ``host:port`` on loopback once the server is ready.
 
     Raises:
         RuntimeError: the server ended, or was not ready in time; with the end of its log.

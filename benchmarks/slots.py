@@ -1,12 +1,12 @@
-"""What adapter slots cost a CPU server's decoding, and what a new version costs the requests that are running.
+"""This script measures what adapter slots cost a CPU server's decoding, and what a new version costs running requests.
 
     python -m benchmarks.slots --model DIR [--adapter oft|lora] [--rounds N]
 
-Three real SGLang servers stay up side by side (about 3 GB each) and are measured in turn: a plain one, one with tied and
-one with split slots. Throughputs are measured in pairs, one batch right after the other, because the machine's speed
-drifts. The column "core waits left out" does not count the time in which the scheduler's loop could have run but other
-processes had the cores. Versions are staged without a pause, which no trainer does, and one a second. Linux only.
-Prints Markdown tables.
+Three real SGLang servers stay up side by side (about 3 GB each) and are measured in turn: a plain one, one with tied
+and one with split slots. Throughputs are measured in pairs, one batch right after the other, because the machine's
+speed drifts. The column "core waits left out" does not count the time in which the scheduler's loop could have run but
+other processes had the cores. Versions are staged without a pause, which no trainer does, and one a second. The script
+works on Linux only, and prints Markdown tables.
 """
 
 import argparse
@@ -48,7 +48,10 @@ ADAPTER_SCALE = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One row of the decoding table: the active version of one of the servers, and the ratio that it must reach."""
+    """A ``Setting`` is one row of the decoding table.
+
+    It is the active version of one of the servers, and the ratio that it must reach.
+    """
 
     name: str
     server: str
@@ -65,9 +68,10 @@ SETTINGS = (
 
 @dataclasses.dataclass(frozen=True)
 class Throughput:
-    """Of batches in tokens/s; ``unqueued`` leaves out the time in which the scheduler's loop waited for a core.
+    """A ``Throughput`` is that of batches in tokens/s.
 
-    ``cpu_s`` is what the server's processes computed meanwhile.
+    ``unqueued`` leaves out the time in which the scheduler's loop waited for a core. ``cpu_s`` is what the server's
+    processes computed meanwhile.
     """
 
     wall: float
@@ -78,7 +82,7 @@ class Throughput:
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Two throughputs measured one right after the other."""
+    """A ``Pair`` is two throughputs measured one right after the other."""
 
     measured: Throughput
     reference: Throughput
@@ -87,7 +91,7 @@ class Pair:
     def of(
         cls, measured: Callable[[], Throughput], reference: Callable[[], Throughput], *, reference_first: bool
     ) -> "Pair":
-        """Measure both."""
+        """Measures both."""
         if reference_first:
             of_reference = reference()
             return cls(measured(), of_reference)
@@ -95,7 +99,7 @@ class Pair:
 
 
 class Server:
-    """A running server and the batch of greedy requests that it is measured with."""
+    """A ``Server`` is a running server and the batch of greedy requests that it is measured with."""
 
     def __init__(self, address: str, scheduler: psutil.Process, prompts: Sequence[list[int]]):
         self._scheduler = scheduler
@@ -109,11 +113,11 @@ class Server:
         self._new_versions = itertools.count(1)
 
     def generate(self) -> int:
-        """Run the batch; returns the tokens that it generated."""
+        """Runs the batch; returns the tokens that it generated."""
         return sum(answer["meta_info"]["completion_tokens"] for answer in self._post("/generate", json=self._batch))
 
     def throughput(self, least_s: float = 0.0) -> Throughput:
-        """Measure one batch, or as many as take ``least_s``."""
+        """Measures one batch, or as many as take ``least_s``."""
         start_s, start_queued_s, start_cpu_s = time.perf_counter(), self._queued_s(), self._cpu_s()
         num_tokens, wall_s = 0, 0.0
         while num_tokens == 0 or wall_s < least_s:
@@ -125,27 +129,27 @@ class Server:
         )
 
     def stage(self, payload: bytes) -> int:
-        """Stage a payload as the next version; returns the version."""
+        """Stages a payload as the next version; returns the version."""
         version = next(self._new_versions)
         self._slots.stage(version, payload)
         return version
 
     def activate(self, version: int, inflight: InflightMode = DEFAULT_INFLIGHT) -> Activated:
-        """Make a version that a slot holds, or the base, the active one."""
+        """Makes a version that a slot holds, or the base, the active one."""
         change = self._slots.rollback if version < self._active_version else self._slots.activate
         self._active_version = version
         return change(version, inflight)
 
     def reload(self, model: Path) -> None:
-        """Load all weights again, by SGLang's own route; the server must be idle."""
+        """Loads all weights again, by SGLang's own route; the server must be idle."""
         self._post("/update_weights_from_disk", json={"model_path": str(model)})
 
     def _queued_s(self) -> float:
-        """Time that the scheduler's main thread was ready to run and had no core; Linux counts it in ns."""
+        """Returns the time that the scheduler's main thread was ready to run and had no core; Linux counts it in ns."""
         return int(Path(f"/proc/{self._scheduler.pid}/schedstat").read_text().split()[1]) / 1e9
 
     def _cpu_s(self) -> float:
-        """CPU time of the scheduler's process and the HTTP process."""
+        """Returns the CPU time of the scheduler's process and the HTTP process."""
         times = [process.cpu_times() for process in (self._scheduler, self._scheduler.parent())]
         return sum(of_process.user + of_process.system for of_process in times)
 
@@ -158,7 +162,10 @@ class Server:
 
 @contextlib.contextmanager
 def repeated(call: Callable[[], Any], interval_s: float = 0.0) -> Iterator[list[Any]]:
-    """Repeat a call on another thread while the body runs; yields the results so far. An error is raised at the end."""
+    """Repeats a call on another thread while the body runs; yields the results so far.
+
+    An error is raised at the end.
+    """
     results, stopped = [], threading.Event()
 
     def run() -> None:
@@ -177,7 +184,7 @@ def repeated(call: Callable[[], Any], interval_s: float = 0.0) -> Iterator[list[
 
 
 def decoding(servers: dict[str, Server], rounds: int) -> Iterator[str]:
-    """Throughput of each setting against the plain server."""
+    """Measures the throughput of each setting against the plain server."""
     pairs: dict[Setting, list[Pair]] = {setting: [] for setting in SETTINGS}
     plain = servers["plain"].throughput
     for number, setting in itertools.product(range(rounds), SETTINGS):
@@ -191,7 +198,7 @@ def decoding(servers: dict[str, Server], rounds: int) -> Iterator[str]:
 
 
 def pauses(server: Server, versions: Sequence[int]) -> Iterator[str]:
-    """How long activations held the scheduler's loop while every request of the batch was in flight."""
+    """Measures how long activations held the scheduler's loop while every request of the batch was in flight."""
     yield "| requests in flight | activations | pause in ms: median | p99 | max | bound |"
     yield "|---|---|---|---|---|---|"
     for inflight in INFLIGHT_MODES:
@@ -213,7 +220,7 @@ def _pauses_ms(server: Server, versions: Sequence[int], inflight: InflightMode) 
 
 
 def staging(server: Server, payload: bytes, rounds: int) -> Iterator[str]:
-    """Throughput while versions are staged, against none."""
+    """Measures the throughput while versions are staged, against none."""
     measured: dict[str, list[Pair]] = {name: [] for name in STAGING_INTERVALS_S}
     num_staged = dict.fromkeys(STAGING_INTERVALS_S, 0)
 
@@ -238,13 +245,13 @@ def staging(server: Server, payload: bytes, rounds: int) -> Iterator[str]:
 
 
 def _extra_cpu_s(pair: Pair) -> float:
-    """CPU time beyond what the reference would have taken for the same tokens."""
+    """Returns the CPU time beyond what the reference would have taken for the same tokens."""
     per_token_s = pair.reference.cpu_s / pair.reference.num_tokens
     return pair.measured.cpu_s - per_token_s * pair.measured.num_tokens
 
 
 def reloading(servers: dict[str, Server], payload: bytes, model: Path) -> Iterator[str]:
-    """A new adapter version on the server with slots, and all weights again on the plain one; both idle.
+    """Measures a new adapter version on the server with slots, and all weights again on the plain one; both are idle.
 
     A reload holds the scheduler's loop for as long as it takes, an activation for its pause.
     """
@@ -285,7 +292,7 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def random_adapter(model: Path, method: AdapterMethod, *, tied: bool) -> Adapter:
-    """An adapter on every linear of a dense model."""
+    """Makes an adapter on every linear of a dense model."""
     with torch.device("meta"):
         modules = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).named_modules()
     generator, config = torch.Generator().manual_seed(0), AdapterConfig(method=method)
@@ -301,7 +308,7 @@ def random_adapter(model: Path, method: AdapterMethod, *, tied: bool) -> Adapter
 
 
 def random_prompts(model: Path) -> list[list[int]]:
-    """Prompts of the batch."""
+    """Returns the prompts of the batch."""
     generator = torch.Generator().manual_seed(0)
     shape = (NUM_REQUESTS, NUM_PROMPT_TOKENS)
     return torch.randint(AutoConfig.from_pretrained(model).vocab_size, shape, generator=generator).tolist()
@@ -309,7 +316,7 @@ def random_prompts(model: Path) -> list[list[int]]:
 
 @contextlib.contextmanager
 def start_servers(model: Path, adapter: str) -> Iterator[dict[str, Server]]:
-    """The plain server and those with slots, by the names in ``SETTINGS``."""
+    """Starts the plain server and those with slots, and yields them by the names in ``SETTINGS``."""
     prompts = random_prompts(model)
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
 
@@ -326,12 +333,12 @@ def start_servers(model: Path, adapter: str) -> Iterator[dict[str, Server]]:
 
 
 def _schedulers() -> list[psutil.Process]:
-    """SGLang's scheduler processes among this process's descendants."""
+    """Returns SGLang's scheduler processes among this process's descendants."""
     return [child for child in psutil.Process().children(recursive=True) if child.name().startswith("sglang::sched")]
 
 
 def measure(model: Path, adapter: str, rounds: int) -> Iterator[str]:
-    """The lines of all tables."""
+    """Yields the lines of all tables."""
     method = METHODS[adapter]()
     payloads = {fused: random_adapter(model, method, tied=fused == "tied").encode() for fused in ("tied", "split")}
     with start_servers(model, adapter) as servers:
@@ -350,7 +357,7 @@ def measure(model: Path, adapter: str, rounds: int) -> Iterator[str]:
 
 
 def main() -> None:
-    """Command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description="What adapter slots cost a server, and what a new version costs.")
     parser.add_argument("--model", type=Path, required=True, help="checkpoint of a dense model")
     parser.add_argument("--adapter", choices=tuple(METHODS), default="oft")

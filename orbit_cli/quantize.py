@@ -1,4 +1,4 @@
-"""This module is ``orbit quantize``: it makes a low-precision checkpoint, in the format as deployed, from a BF16 one."""
+"""This module is ``orbit quantize``: it makes a low-precision checkpoint from a BF16 one, in the format as deployed."""
 
 import json
 import logging

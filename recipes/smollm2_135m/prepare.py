@@ -1,8 +1,8 @@
-"""Make the base checkpoint and the data sets of the ``smollm2_135m_*.sh`` recipes.
+"""This script makes the base checkpoint and the data sets of the ``smollm2_135m_*.sh`` recipes.
 
     python -m recipes.smollm2_135m.prepare --out DIR
 
-writes ``DIR/model``, ``DIR/train.parquet`` and ``DIR/val.parquet``; nothing when DIR already holds them.
+It writes ``DIR/model``, ``DIR/train.parquet`` and ``DIR/val.parquet``, and nothing when DIR already holds them.
 """
 
 import argparse
@@ -22,7 +22,7 @@ TASK = TaskConfig(num_digits=1, num_held_out=30)
 
 
 def prepare(out: Path) -> None:
-    """Build ``out`` unless it is there already, made with the same settings by the same code."""
+    """Builds ``out`` unless it is there already, made with the same settings by the same code."""
 
     def build(folder: Path) -> None:
         train, held_out = split_problems(TASK)
@@ -40,7 +40,7 @@ def prepare(out: Path) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description="Make the base model and the data of the SmolLM2-135M recipe.")
     parser.add_argument("--out", type=Path, required=True, help="folder of the result")
     arguments = parser.parse_args()

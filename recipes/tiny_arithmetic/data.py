@@ -1,4 +1,4 @@
-"""Addition problems, split into training and held-out, and written as verl reads them."""
+"""This module makes addition problems, splits them into training and held-out, and writes them as verl reads them."""
 
 import dataclasses
 import random
@@ -12,7 +12,7 @@ DATA_SOURCE = "tiny_arithmetic"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskConfig:
-    """Which problems there are.
+    """A ``TaskConfig`` says which problems there are.
 
     Args:
         num_digits: digits of each operand; operands have no leading zero.
@@ -39,14 +39,14 @@ class TaskConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One sum and its only right answer."""
+    """A ``Problem`` is one sum and its only right answer."""
 
     question: str
     answer: str
 
 
 def split_problems(config: TaskConfig) -> tuple[list[Problem], list[Problem]]:
-    """Training and held-out problems, shuffled by the seed; no problem, nor its mirror image, is in both."""
+    """Returns training and held-out problems, shuffled by the seed; no problem, nor its mirror image, is in both."""
     operands = _operands(config.num_digits)
     pairs = [(a, b) for a in operands for b in operands if a <= b]
     random.Random(config.seed).shuffle(pairs)
@@ -59,14 +59,14 @@ def split_problems(config: TaskConfig) -> tuple[list[Problem], list[Problem]]:
 
 
 def forget_carries(problem: Problem) -> Problem:
-    """The same sum as a careless pupil does it: every column added on its own, 57+68 gives 115."""
+    """Returns the same sum as a careless pupil does it: every column is added on its own, so 57+68 gives 115."""
     a, b = problem.question.rstrip("=").split("+")
     columns = [int(x) + int(y) for x, y in zip(a, b, strict=True)]
     return Problem(problem.question, f"{columns[0]}{''.join(str(column % 10) for column in columns[1:])}")
 
 
 def write_parquet(problems: list[Problem], path: Path, *, split: str, examples: Sequence[Problem] = ()) -> None:
-    """Write problems as a data set for verl's ``RLHFDataset``.
+    """Writes problems as a data set for verl's ``RLHFDataset``.
 
     Args:
         problems: one row each.

@@ -1,9 +1,9 @@
-"""Make the frozen base and the data sets of the ``tiny_*.sh`` recipes.
+"""This script makes the frozen base and the data sets of the ``tiny_*.sh`` recipes.
 
     python -m recipes.tiny_arithmetic.prepare --out DIR [--seed N] [--num-experts N [--latent-attention]]
 
-writes ``DIR/model`` (Hugging Face checkpoint and tokeniser), ``DIR/train.parquet`` and ``DIR/val.parquet``; about a
-minute and a half on two cores, nothing when DIR already holds them.
+It writes ``DIR/model`` (Hugging Face checkpoint and tokeniser), ``DIR/train.parquet`` and ``DIR/val.parquet``. That
+takes about a minute and a half on two cores; it does nothing when DIR already holds them.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from recipes.tiny_arithmetic.pretrain import PretrainConfig, pretrain
 
 
 def prepare(out: Path, task: TaskConfig, base: PretrainConfig) -> None:
-    """Build ``out`` unless it is there already, made with the same settings by the same code."""
+    """Builds ``out`` unless it is there already, made with the same settings by the same code."""
 
     def build(folder: Path) -> None:
         train, held_out = split_problems(task)
@@ -34,7 +34,7 @@ def prepare(out: Path, task: TaskConfig, base: PretrainConfig) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description="Make the base model and the data of the tiny arithmetic recipe.")
     parser.add_argument("--out", type=Path, required=True, help="folder of the result")
     parser.add_argument("--seed", type=int, default=0, help="of the base's weights and corpus")

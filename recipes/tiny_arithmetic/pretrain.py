@@ -1,4 +1,7 @@
-"""Train a small Qwen3, or a small DeepSeek-V3, from scratch to a middling accuracy: the base that RL then keeps frozen."""
+"""This module trains a small Qwen3, or a small DeepSeek-V3, from scratch to a middling accuracy.
+
+The result is the base that RL then keeps frozen.
+"""
 
 import dataclasses
 import functools
@@ -34,7 +37,7 @@ _WARMUP_STEPS = 50
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PretrainConfig:
-    """The model's size, and the corpus that it learns from.
+    """A ``PretrainConfig`` has the model's size, and the corpus that it learns from.
 
     The corpus is right at first and then full of one mistake, so that the base can add but mostly does not carry. What
     the reward asks for is in reach of sampling, and most greedy answers to sums with a carry are wrong.
@@ -79,7 +82,7 @@ class PretrainConfig:
 
 
 def model_config(config: PretrainConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
-    """The architecture: untied head, BF16 on disk."""
+    """Returns the architecture, with an untied head and BF16 on disk."""
     family, fields = Qwen3Config, _GROUPED_QUERIES
     if config.latent_attention:
         family, fields = DeepseekV3Config, _deepseek(config)
@@ -109,7 +112,7 @@ def _experts(config: PretrainConfig) -> dict[str, Any]:
 
 
 def _deepseek(config: PretrainConfig) -> dict[str, Any]:
-    """One group of experts and a dense first layer, as Kimi-K2; the widths are this model's own."""
+    """Returns one group of experts and a dense first layer, as Kimi-K2 has; the widths are this model's own."""
     return _experts(config) | {
         "n_routed_experts": config.num_experts,
         "n_shared_experts": 1,
@@ -131,7 +134,7 @@ def _deepseek(config: PretrainConfig) -> dict[str, Any]:
 
 
 def pretrain(config: PretrainConfig, problems: list[Problem], out: Path) -> None:
-    """Train on ``problems``, mistakes included, and save a Hugging Face checkpoint in BF16 with its tokeniser.
+    """Trains on ``problems``, mistakes included, and saves a Hugging Face checkpoint in BF16 with its tokeniser.
 
     Args:
         config: size, corpus and length of the training.
@@ -163,14 +166,17 @@ def pretrain(config: PretrainConfig, problems: list[Problem], out: Path) -> None
 
 
 def _keep_router_biases(model: PreTrainedModel) -> None:
-    """Checkpoints of DeepSeek-V3 hold them in fp32; they stay 0 here, since nothing balances the experts."""
+    """Makes router biases fp32, as checkpoints of DeepSeek-V3 hold them.
+
+    They stay 0 here, since nothing balances the experts.
+    """
     for module in model.modules():
         if hasattr(module, "e_score_correction_bias"):
             module.e_score_correction_bias = module.e_score_correction_bias.float()
 
 
 def greedy_accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, problems: list[Problem]) -> float:
-    """Share of problems whose greedy answer, up to the end token, is right."""
+    """Returns the share of problems whose greedy answer, up to the end token, is right."""
     max_new_tokens = max(len(problem.answer) for problem in problems) + 1
     prompts = _prompts(tokenizer, problems)
     with torch.inference_mode():
@@ -197,7 +203,7 @@ def _corpus_batch(problems: list[Problem], size: int, careless_rate: float, rng:
 
 
 def _loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, problems: list[Problem]) -> torch.Tensor:
-    """Cross-entropy of the answers and their end tokens; the questions are given, not learnt."""
+    """Returns the cross-entropy of the answers and their end tokens; the questions are given, not learnt."""
     prompts = _prompts(tokenizer, problems)
     answers = tokenizer(
         [problem.answer + tokenizer.eos_token for problem in problems],
@@ -213,7 +219,7 @@ def _loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, problems: 
 
 
 def _prompts(tokenizer: PreTrainedTokenizerFast, problems: list[Problem]) -> torch.Tensor:
-    """Prompt tokens [problems, length], through the chat template as in RL."""
+    """Returns prompt tokens [problems, length], through the chat template as in RL."""
     rendered = tokenizer.apply_chat_template(
         [[{"role": "user", "content": problem.question}] for problem in problems],
         add_generation_prompt=True,

@@ -1,4 +1,7 @@
-"""The rule-based reward, loaded by path through ``reward.custom_reward_function.path``. Imports nothing else of Orbit."""
+"""This module is the rule-based reward, which is loaded by path through ``reward.custom_reward_function.path``.
+
+It imports nothing else of Orbit.
+"""
 
 from typing import Any
 
@@ -6,7 +9,7 @@ from typing import Any
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None, **_: Any
 ) -> dict[str, float]:
-    """1 when the answer is the bare number and nothing else, 0 otherwise.
+    """Scores 1 when the answer is the bare number and nothing else, 0 otherwise.
 
     Args:
         data_source: unused; verl passes it.

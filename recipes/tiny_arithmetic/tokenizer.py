@@ -1,4 +1,4 @@
-"""A character tokeniser with a chat template, for models that are trained here from scratch."""
+"""This module makes a character tokeniser with a chat template, for models that are trained here from scratch."""
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -14,7 +14,7 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer(max_length_tokens: int) -> PreTrainedTokenizerFast:
-    """One token per character of ``CHARACTERS``, after the four special tokens; any other character is ``<unk>``.
+    """Makes one token per character of ``CHARACTERS``, after the four special tokens; any other character is ``<unk>``.
 
     Args:
         max_length_tokens: the model's context length, stored as the tokeniser's ``model_max_length``.

@@ -25,7 +25,7 @@ def expert_mlp(
     activations: Activations = "deployed",
     adapter: ExpertAdapter = _NO_ADAPTER,
 ) -> torch.Tensor:
-    """Returns ``sum over k of weight_k * W2 (silu(W1 x) * W3 x)`` of each token's experts, [T, D] in the dtype of ``x``.
+    """Sums ``weight_k * W2 (silu(W1 x) * W3 x)`` over each token's experts k: returns [T, D] in the dtype of ``x``.
 
     Experts with tokens are taken ``buffer.num_experts`` at a time: they are dequantised into the buffer, multiplied
     with their rows in one grouped GEMM, and overwritten by the next; in backward this happens again. Experts without

@@ -21,7 +21,7 @@ SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Int4Format(WeightFormat):
-    """``Int4Format`` is four-bit integers with a scale for each row and group of columns, and if asymmetric a zero point.
+    """``Int4Format`` is four-bit integers with a scale, and if asymmetric a zero point, for each row and column group.
 
     Args:
         group_size: columns that share a scale; a multiple of 8.

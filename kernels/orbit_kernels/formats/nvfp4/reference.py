@@ -32,7 +32,7 @@ def dequantize(
 def dequantize_divided(
     packed_OB: torch.Tensor, scale_OG: torch.Tensor, divisor: torch.Tensor, rows: slice, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Does as ``dequantize`` for a global scale that divides: it gives to the bit what compressed-tensors' division gives."""
+    """Dequantises with a global scale that divides: to the bit, the result is that of compressed-tensors' division."""
     return _multiply(packed_OB[rows], decode_e4m3(scale_OG[rows]) / divisor, dtype)
 
 

@@ -29,7 +29,7 @@ _MAJOR_VERSION = "0"
 
 
 def read(config: Mapping[str, Any], dense_dtype: torch.dtype) -> Rules:
-    """Returns the rules of a compressed-tensors configuration: one format for each target, and exceptions in ``ignore``.
+    """Returns the rules of a compressed-tensors configuration: a format for each target, exceptions in ``ignore``.
 
     Raises:
         ValueError: a format, version, strategy, activation order, target or field that is not implemented.
