@@ -1,7 +1,7 @@
-"""Every change to verl 0.9.1 and what it stands on, by process, in the order of one step; ``orbit doctor --changes`` prints it.
+"""This module lists every change to verl 0.9.1 and what it stands on, by process, in the order of one step.
 
-A GPU needs all but the last two sections, which replace what verl and Megatron-Core do with CUDA. verl imports this in every
-process, so what makes a change is named and not imported.
+``orbit doctor --changes`` prints the list. A GPU needs all but the last two sections, which replace what verl and
+Megatron-Core do with CUDA. verl imports this in every process, so what makes a change is named and not imported.
 """
 
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -23,7 +23,7 @@ _ASKS = "Megatron-Core asks its configuration for the device instead of CUDA"
 
 
 def sections() -> dict[str, list[Change]]:
-    """Every change by the process that needs it."""
+    """Returns every change by the process that needs it."""
     return {
         Process.EVERY: _every_process(),
         Process.DRIVER: _driver(),
@@ -335,6 +335,6 @@ def _cpu_worker() -> list[Change]:
 
 
 def _search_path(plugins: type) -> type:
-    """Orbit's search path among those that Hydra knows."""
+    """Returns Orbit's search path among those that Hydra knows."""
     known = plugins.instance().discover(SearchPathPlugin)
     return next(plugin for plugin in known if plugin.__module__.startswith("orbit_verl."))

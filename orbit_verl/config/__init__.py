@@ -1,1 +1,1 @@
-"""The ``orbit.*`` keys of a run."""
+"""This package declares the ``orbit.*`` keys of a run."""

@@ -1,7 +1,8 @@
-"""How ``trainer.strategy=orbit`` chooses Orbit's configuration groups, however a run says it.
+"""This module makes ``trainer.strategy=orbit`` choose Orbit's configuration groups, however a run says it.
 
-verl chooses its groups by ``model_engine``, and Orbit's are the choice ``orbit``. The strategy implies that choice, which
-is added where Hydra has all the overrides: on the command line, in its compose API, and in the configuration itself.
+verl chooses its groups by ``model_engine``, and Orbit's are the choice ``orbit``. The strategy implies that choice,
+which is added where Hydra has all the overrides: on the command line, in its compose API, and in the configuration
+itself.
 """
 
 from collections.abc import Callable
@@ -23,15 +24,15 @@ CONFIG_DIR = "pkg://orbit_verl.conf"
 
 
 class OrbitSearchPath(SearchPathPlugin):
-    """Adds Orbit's choices of verl's configuration groups, behind verl's own."""
+    """An `OrbitSearchPath` adds Orbit's choices of verl's configuration groups, behind verl's own."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Called by Hydra before it composes a configuration."""
+        """Adds the folder of Orbit's choices; Hydra calls it before it composes a configuration."""
         search_path.append(provider="orbit", path=CONFIG_DIR)
 
 
 def load_configuration(wrapped: Callable, instance: Any, args: tuple, kwargs: dict[str, Any]) -> DictConfig:
-    """Around ``ConfigLoaderImpl.load_configuration``: compose with Orbit's groups where the run asks for the strategy.
+    """Wraps ``ConfigLoaderImpl.load_configuration``; composes with Orbit's groups where the run asks for the strategy.
 
     Raises:
         ValueError: another ``model_engine`` is chosen too, or an unknown key of ``orbit`` is set.
@@ -57,12 +58,12 @@ def _load(wrapped: Callable, config_name: str | None, overrides: list[str], *arg
 
 
 def overrides_ask(overrides: list[str]) -> bool:
-    """Whether one of Hydra's overrides sets the strategy in any of its forms, or chooses its groups."""
+    """Says whether one of Hydra's overrides sets the strategy in any of its forms, or chooses its groups."""
     return any(_asks(override) for override in _parse(overrides))
 
 
 def with_groups(overrides: list[str]) -> list[str]:
-    """The overrides with the choice of Orbit's groups, which set the strategy, in place of the strategy itself.
+    """Returns the overrides with the choice of Orbit's groups, which set the strategy, in place of the strategy itself.
 
     Raises:
         ValueError: another ``model_engine`` is chosen too, or an unknown key of ``orbit`` is set.
@@ -80,7 +81,7 @@ def with_groups(overrides: list[str]) -> list[str]:
 
 
 def check_composed(config: DictConfig) -> None:
-    """Refuse a run that asks for the strategy and was composed without its groups, or the other way round.
+    """Refuses a run that asks for the strategy and was composed without its groups, or the other way round.
 
     Raises:
         ValueError: names the two, and how to choose them.
@@ -99,7 +100,7 @@ def _parse(overrides: list[str]) -> list[Override]:
 
 
 def _without_keys(overrides: list[str]) -> list[str]:
-    """Hydra's own overrides, and those of the strategy and its groups."""
+    """Returns Hydra's own overrides, and those of the strategy and its groups."""
     return [
         override.input_line
         for override in _parse(overrides)
@@ -108,12 +109,12 @@ def _without_keys(overrides: list[str]) -> list[str]:
 
 
 def _asks(override: Override) -> bool:
-    """Whether an override sets the strategy, or chooses its groups."""
+    """Says whether an override sets the strategy, or chooses its groups."""
     if override.key_or_group not in (STRATEGY_KEY, GROUP) or override.is_delete() or override.is_sweep_override():
         return False
     return override.value() == STRATEGY
 
 
 def _lacks_groups(config: DictConfig) -> bool:
-    """Whether a composed configuration asks for the strategy, and Orbit's groups are not in it."""
+    """Says whether a composed configuration asks for the strategy, and Orbit's groups are not in it."""
     return OmegaConf.select(config, STRATEGY_KEY) == STRATEGY and OmegaConf.select(config, GROUP) != STRATEGY

@@ -1,4 +1,4 @@
-"""The ``orbit.*`` keys of a run: frozen, checked when built, importable without torch or verl."""
+"""The ``orbit.*`` keys of a run are frozen, checked when built, and importable without torch or verl."""
 
 import dataclasses
 from typing import ClassVar, Literal
@@ -10,20 +10,20 @@ from orbit_kernels.contract.options import AdapterOptions, BaseOptions, Options,
 
 
 class Keys(Options):
-    """A group of keys; messages name them as a run's command line does."""
+    """A `Keys` is a group of keys; messages name them as a run's command line does."""
 
     group: ClassVar[str]
-    """What stands in front of each key's name."""
+    """This stands in front of each key's name."""
 
     @classmethod
     def written(cls, name: str, value: str) -> str:
-        """``orbit.adapter.rank=8``."""
+        """Returns a key and its value as a command line has them, e.g. ``orbit.adapter.rank=8``."""
         return f"{cls.group}.{name}={value}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterSettings(Keys, AdapterOptions):
-    """``orbit.adapter``: the trained part of the policy."""
+    """An `AdapterSettings` is ``orbit.adapter``, which describes the trained part of the policy."""
 
     group: ClassVar[str] = "orbit.adapter"
 
@@ -63,21 +63,21 @@ class AdapterSettings(Keys, AdapterOptions):
             raise ValueError(f"orbit.adapter: {error}") from None
 
     def to_adapter_config(self) -> AdapterConfig:
-        """The part that travels with the adapter."""
+        """Returns the part that travels with the adapter."""
         numbers = {field.name: getattr(self, field.name) for field in dataclasses.fields(METHODS[self.type])}
         return AdapterConfig(method=METHODS[self.type](**numbers), target_modules=self.target_modules)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaseSettings(Keys, BaseOptions):
-    """``orbit.base``: how trainer and servers compute with the frozen base, as it is stored."""
+    """A `BaseSettings` is ``orbit.base``: it says how trainer and servers compute with the frozen, stored base."""
 
     group: ClassVar[str] = "orbit.base"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotSettings(Keys):
-    """``orbit.slots``: how a new adapter version reaches the servers."""
+    """A `SlotSettings` is ``orbit.slots``: it says how a new adapter version reaches the servers."""
 
     group: ClassVar[str] = "orbit.slots"
 
@@ -97,7 +97,7 @@ class SlotSettings(Keys):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParitySettings(Keys):
-    """``orbit.parity``: the gate on |log-prob sampled with - log-prob trained on|.
+    """A `ParitySettings` is ``orbit.parity``, the gate on |log-prob sampled with - log-prob trained on|.
 
     It covers tokens of the version being trained, and audited ones of older versions at their own.
     """
@@ -120,7 +120,7 @@ class ParitySettings(Keys):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StalenessSettings(Keys):
-    """``orbit.staleness``: how far behind the trainer a sample may be."""
+    """A `StalenessSettings` is ``orbit.staleness``: it says how far behind the trainer a sample may be."""
 
     group: ClassVar[str] = "orbit.staleness"
 
@@ -133,7 +133,7 @@ class StalenessSettings(Keys):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OrbitConfig(Keys):
-    """All keys under ``orbit``."""
+    """An `OrbitConfig` holds all keys under ``orbit``."""
 
     group: ClassVar[str] = "orbit"
 
@@ -150,7 +150,7 @@ class OrbitConfig(Keys):
 
 
 def check_key(key: str) -> None:
-    """Refuse a dotted key that no field of ``OrbitConfig`` has.
+    """Refuses a dotted key that no field of ``OrbitConfig`` has.
 
     Raises:
         ValueError: names the part that is unknown and what is known there.

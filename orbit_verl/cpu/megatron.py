@@ -1,4 +1,4 @@
-"""Lets megatron-core 0.18.0 run on a machine without CUDA, over gloo. Does nothing where CUDA is present."""
+"""This module lets megatron-core 0.18.0 run without CUDA, over gloo. It does nothing where CUDA is present."""
 
 import contextlib
 import logging
@@ -13,51 +13,51 @@ logger = logging.getLogger(__name__)
 
 
 class CpuTorch:
-    """The ``torch`` of one module, with ``zeros(device="cuda")`` landing on the CPU."""
+    """A `CpuTorch` is the ``torch`` of one module, whose ``zeros(device="cuda")`` lands on the CPU."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
     @staticmethod
     def zeros(*size: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
-        """See torch."""
+        """Does what ``torch.zeros`` does, on the CPU where CUDA is asked for."""
         return torch.zeros(*size, device="cpu" if device == "cuda" else device, **kwargs)
 
 
 class NoGenerators:
-    """In the place of CUDA's random states: nothing draws from them."""
+    """A `NoGenerators` takes the place of CUDA's random states, from which nothing draws."""
 
     @staticmethod
     def fork() -> contextlib.AbstractContextManager[None]:
-        """No state is taken."""
+        """Takes no state."""
         return contextlib.nullcontext()
 
 
 def current_device() -> torch.device:
-    """The device on which Megatron-Core allocates."""
+    """Returns the device on which Megatron-Core allocates."""
     return torch.device("cpu")
 
 
 def synchronize(device: Any = None) -> None:
-    """Nothing runs asynchronously."""
+    """Waits for nothing, since nothing runs asynchronously."""
 
 
 def seed_generators(seed: int, **kwargs: Any) -> None:
-    """Dropout is 0, so nothing draws from CUDA's generators."""
+    """Seeds nothing: dropout is 0, so nothing draws from CUDA's generators."""
 
 
 def rng_tracker(**kwargs: Any) -> NoGenerators:
-    """No generators."""
+    """Returns a tracker without generators."""
     return NoGenerators()
 
 
 def rng_states() -> tuple[torch.Tensor]:
-    """The CPU's generator alone."""
+    """Returns the state of the CPU's generator alone."""
     return (torch.get_rng_state(),)
 
 
 def set_rng_states(state: torch.Tensor) -> None:
-    """The CPU's generator alone."""
+    """Restores the CPU's generator alone."""
     torch.set_rng_state(state)
 
 
@@ -70,11 +70,11 @@ REPLACED = {
     "megatron.core.tensor_parallel.random._set_all_rng_states": set_rng_states,
     "megatron.core.pipeline_parallel.schedules.torch": CpuTorch(),
 }
-"""What takes the place of each attribute; ``orbit_verl.changes`` says why."""
+"""This maps each attribute to what takes its place; ``orbit_verl.changes`` says why."""
 
 
 def install() -> None:
-    """Replace the attributes; safe to call again.
+    """Replaces the attributes; it is safe to call again.
 
     Raises:
         NotInPlaceError: Megatron-Core or torch has one of them no longer.

@@ -1,4 +1,4 @@
-"""A verl platform for machines without an accelerator: torch on CPU, gloo, Ray's logical GPUs as worker slots."""
+"""This verl platform needs no accelerator: torch runs on the CPU, over gloo; Ray's logical GPUs are worker slots."""
 
 import contextlib
 import types
@@ -10,7 +10,7 @@ NAME = "orbit_cpu"
 
 
 def _device_module() -> types.ModuleType:
-    """What verl expects of ``torch.cuda``, on CPU; memory counters are 0 because torch keeps none there."""
+    """Returns what verl expects of ``torch.cuda``, on CPU; memory counters are 0 because torch keeps none there."""
     module = types.ModuleType("orbit_cpu_device")
     for name in ("current_stream", "stream", "Stream", "is_initialized"):
         setattr(module, name, getattr(torch.cpu, name))
@@ -38,9 +38,10 @@ def _device_module() -> types.ModuleType:
 
 @PlatformRegistry.register(platform=NAME)
 class CpuPlatform(PlatformBase):
-    """Chosen by verl's own detection when no accelerator is found; ``VERL_PLATFORM=orbit_cpu`` forces it.
+    """verl's own detection chooses a `CpuPlatform` without an accelerator; ``VERL_PLATFORM=orbit_cpu`` forces it.
 
-    Ray hands out its logical "GPU" resource, since verl counts no other (verl/single_controller/ray/base.py::ResourcePoolManager).
+    Ray hands out its logical "GPU" resource, since verl counts no other
+    (verl/single_controller/ray/base.py::ResourcePoolManager).
     """
 
     device_name = property(lambda self: "cpu")
@@ -48,82 +49,82 @@ class CpuPlatform(PlatformBase):
     device_module = property(lambda self: _DEVICE_MODULE)
 
     def is_available(self):
-        """Always: there is a CPU."""
+        """Returns True, since a CPU is always there."""
         return True
 
     def is_platform_available(self, use_smi_check=False):
-        """Whether detection may choose it; it is asked last, after every accelerator."""
+        """Says whether detection may choose it; it is asked last, after every accelerator."""
         return not torch.cuda.is_available()
 
     def current_device(self):
-        """Passed to ``Tensor.to`` by verl, where an integer would mean an accelerator."""
+        """Returns what verl passes to ``Tensor.to``, where an integer would mean an accelerator."""
         return "cpu"
 
     def device_count(self):
-        """One."""
+        """Counts one device."""
         return 1
 
     def set_device(self, device_index):
-        """Nothing to choose."""
+        """Does nothing, since there is nothing to choose."""
 
     def synchronize(self, device_index=None):
-        """Nothing runs asynchronously."""
+        """Waits for nothing, since nothing runs asynchronously."""
 
     def manual_seed(self, seed):
-        """Seed torch."""
+        """Seeds torch."""
         torch.manual_seed(seed)
 
     def manual_seed_all(self, seed):
-        """Seed torch."""
+        """Seeds torch."""
         torch.manual_seed(seed)
 
     def set_allocator_settings(self, settings):
-        """No caching allocator."""
+        """Does nothing, since there is no caching allocator."""
 
     def empty_cache(self):
-        """No caching allocator."""
+        """Does nothing, since there is no caching allocator."""
 
     def get_device_capability(self, device_index=0):
-        """No compute capability."""
+        """Returns no compute capability."""
         return (None, None)
 
     def communication_backend_name(self):
-        """Gloo."""
+        """Names gloo."""
         return "gloo"
 
     def visible_devices_envvar(self):
-        """Set by Ray for its logical GPUs, read back by verl's SGLang replica."""
+        """Names the variable that Ray sets for its logical GPUs and verl's SGLang replica reads back."""
         return "CUDA_VISIBLE_DEVICES"
 
     @contextlib.contextmanager
     def nvtx_range(self, msg):
-        """No profiler ranges."""
+        """Runs the body without a profiler range."""
         yield
 
     def profiler_start(self):
-        """No device profiler."""
+        """Does nothing, since there is no device profiler."""
 
     def profiler_stop(self):
-        """No device profiler."""
+        """Does nothing, since there is no device profiler."""
 
     def ray_resource_name(self):
-        """Ray's logical resource."""
+        """Names Ray's logical resource."""
         return "GPU"
 
     def ray_noset_envvars(self):
-        """None."""
+        """Names no variables."""
         return []
 
     def is_ipc_supported(self):
-        """No device memory to share."""
+        """Returns False, since there is no device memory to share."""
         return False
 
     def rollout_env_vars(self):
-        """Environment of the SGLang server actor."""
+        """Returns the environment of the SGLang server actor."""
         return {"SGLANG_USE_CPU_ENGINE": "1"}
 
     def cudart(self):
-        """No CUDA runtime."""
+        """Returns no CUDA runtime."""
         return None
 
 

@@ -1,4 +1,4 @@
-"""Before the first step: trainer and servers hold the same base, tensor by tensor."""
+"""This module proves before the first step that trainer and servers hold the same base, tensor by tensor."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -11,15 +11,18 @@ logger = logging.getLogger(__name__)
 
 
 class BaseMismatch(RuntimeError):
-    """Trainer and server would not compute the same policy; names the first thing that differs and both values."""
+    """A `BaseMismatch` says that trainer and server would not compute the same policy.
+
+    It names the first thing that differs and both values.
+    """
 
 
 def check_bases(ranks: Sequence[BaseManifest], served: Mapping[str, BaseManifest]) -> None:
-    """Compare the base of every trainer rank and of every server with that of the first rank.
+    """Compares the base of every trainer rank and of every server with that of the first rank.
 
     Args:
-        ranks: what each rank of the trainer holds, together with the others of its expert group, digested in the parts in
-            which the servers hold it.
+        ranks: what each rank of the trainer holds, together with the others of its expert group, digested in the parts
+            in which the servers hold it.
         served: what each SGLang server says that it holds, by ``host:port``.
 
     Raises:
@@ -39,7 +42,7 @@ def check_bases(ranks: Sequence[BaseManifest], served: Mapping[str, BaseManifest
 
 
 def served_manifest(server: str, timeout_s: float) -> BaseManifest:
-    """What a server says about its base.
+    """Returns what a server says about its base.
 
     Raises:
         BaseMismatch: it does not answer in time, or not with a manifest.
@@ -56,7 +59,7 @@ def served_manifest(server: str, timeout_s: float) -> BaseManifest:
 
 
 def require_equal(trainer: BaseManifest, other: BaseManifest, holder: str) -> None:
-    """Hold another process's base against that of the trainer's first rank.
+    """Holds another process's base against that of the trainer's first rank.
 
     Raises:
         BaseMismatch: they differ.

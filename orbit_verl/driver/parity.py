@@ -1,4 +1,4 @@
-"""The difference between the log-probs that tokens were sampled with and those the trainer computes for them.
+"""This module compares the log-probs that tokens were sampled with and those that the trainer computes for them.
 
 Suffixes: T tokens.
 """
@@ -11,11 +11,11 @@ PREFIX = "orbit/parity"
 
 
 class ParityError(RuntimeError):
-    """Trainer and server disagree about the policy by more than the run allows."""
+    """A `ParityError` says that trainer and server disagree about the policy by more than the run allows."""
 
 
 def parity_metrics(sampled_T: torch.Tensor, trained_T: torch.Tensor, kind: str = "") -> dict[str, float]:
-    """Statistics of one group of tokens.
+    """Returns statistics of one group of tokens.
 
     Args:
         sampled_T: log-probs reported by the server, in nats.
@@ -41,7 +41,7 @@ def parity_metrics(sampled_T: torch.Tensor, trained_T: torch.Tensor, kind: str =
 
 
 def violations(metrics: dict[str, float], settings: ParitySettings) -> list[str]:
-    """Bounds that a step's metrics pass, as sentences; tokens of other versions are not bounded."""
+    """Returns the bounds that a step's metrics pass, as sentences; tokens of other versions are not bounded."""
     found = []
     for kind in ("", "audit_"):
         for statistic in ("mean", "p99"):

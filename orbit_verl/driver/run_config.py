@@ -1,4 +1,4 @@
-"""What ``trainer.strategy=orbit`` makes of verl's configuration, and what it refuses, before Ray starts.
+"""Before Ray starts, ``trainer.strategy=orbit`` fills in and checks verl's configuration.
 
 Settings that follow from the strategy are filled in where the run still has verl's default; any other value of the
 user's is either right or refused, never replaced.
@@ -36,7 +36,7 @@ LOOPBACK = "127.0.0.2"  # Ray 2.60 replaces 127.0.0.1 by the machine's outward a
 
 @dataclasses.dataclass(frozen=True)
 class Implied:
-    """A setting that follows from the strategy: verl's default for it, and the value that works.
+    """An `Implied` is a setting that follows from the strategy, with verl's default for it and the value that works.
 
     Any other value is refused where the setting is ``required``, and kept where it is only a better default.
     """
@@ -49,12 +49,12 @@ class Implied:
 
 
 def is_orbit(config: DictConfig) -> bool:
-    """Whether the run asked for the strategy."""
+    """Says whether the run asked for the strategy."""
     return OmegaConf.select(config, "trainer.strategy") == "orbit"
 
 
 def resolve(config: DictConfig) -> OrbitConfig:
-    """Check the run, fill in what follows from the strategy (in place), and return Orbit's own keys.
+    """Checks the run, fills in what follows from the strategy (in place), and returns Orbit's own keys.
 
     Raises:
         ValueError: an unknown key, or a value or combination that cannot work, with the fix.
@@ -71,7 +71,7 @@ def resolve(config: DictConfig) -> OrbitConfig:
 
 
 def read_orbit_config(config: DictConfig) -> OrbitConfig:
-    """The validated ``orbit`` group.
+    """Returns the validated ``orbit`` group.
 
     Raises:
         ValueError: an unknown key or a bad value.
@@ -82,7 +82,7 @@ def read_orbit_config(config: DictConfig) -> OrbitConfig:
 
 
 def read_model_config(config: DictConfig) -> dict[str, Any]:
-    """The checkpoint's ``config.json``.
+    """Returns the checkpoint's ``config.json``.
 
     Raises:
         ValueError: the folder or the file is missing.
@@ -98,7 +98,7 @@ def read_model_config(config: DictConfig) -> dict[str, Any]:
 
 
 def _instantiated(group: DictConfig) -> Any:
-    """The dataclass of a group, which checks its values."""
+    """Returns the dataclass of a group, which checks its values."""
     try:
         return omega_conf_to_dataclass(group)
     except Exception as error:  # Hydra wraps the ValueError of a dataclass in its own type
@@ -172,7 +172,7 @@ def _implied_settings(config: DictConfig, orbit: OrbitConfig, checkpoint: dict[s
 
 
 def _passed_on(keys: Keys) -> Iterator[Implied]:
-    """What a server must be told of these keys: those that it has a flag for."""
+    """Yields what a server must be told of these keys, which are those that it has a flag for."""
     for field, rule in keys.declared():
         if rule.flag is not None:
             yield Implied(f"{SGLANG}.{rule.flag}", None, getattr(keys, field.name), f"{keys.group}.{field.name}")
@@ -183,7 +183,7 @@ def _replay_mode(config: DictConfig) -> str:
 
 
 def _checkpoint_dtype(config: DictConfig, checkpoint: dict[str, Any]) -> str:
-    """The base's dtype, which trainer and server must both read from the checkpoint."""
+    """Returns the base's dtype, which trainer and server must both read from the checkpoint."""
     dtype = checkpoint.get("dtype") or checkpoint.get("torch_dtype")
     if dtype is None:
         raise ValueError(
@@ -239,7 +239,7 @@ def _fill_in(config: DictConfig, implied: Implied) -> None:
 
 
 def _check_run(config: DictConfig) -> None:
-    """Refuse combinations of verl's own keys that cannot work."""
+    """Refuses combinations of verl's own keys that cannot work."""
     rollout = config.actor_rollout_ref.rollout
     mode = config.trainer.v1.trainer_mode
     if not config.trainer.use_v1 or mode not in TRAINER_MODES:
@@ -287,7 +287,7 @@ def _check_run(config: DictConfig) -> None:
 
 
 def _check_base(config: DictConfig, settings: AdapterSettings) -> None:
-    """Refuse what does not fit the model: a layout, an adapter, or files that do not hold what ``config.json`` says."""
+    """Refuses what does not fit the model: a layout, an adapter, or files without what ``config.json`` says."""
     path = _model_path(config)
     architecture = read_architecture(AutoConfig.from_pretrained(path))
     engine = _instantiated(config.actor_rollout_ref.actor.megatron)
@@ -312,7 +312,7 @@ def _compare_tensor_parallelism(config: DictConfig, size: int, architecture: Dec
 
 
 def _check_tokenizer(config: DictConfig, checkpoint: dict[str, Any]) -> None:
-    """Refuse a tokeniser that is missing, belongs to another model, or cannot render a conversation."""
+    """Refuses a tokeniser that is missing, belongs to another model, or cannot render a conversation."""
     model = config.actor_rollout_ref.model
     path = os.path.expanduser(str(model.get("tokenizer_path") or model.path))
     try:

@@ -1,4 +1,4 @@
-"""Tokens of a training batch as verl's TransferQueue holds them, with the version that sampled each.
+"""This module reads the tokens of a training batch from verl's TransferQueue, with the version that sampled each.
 
 Suffixes: T trained tokens of the batch, in row order; R tokens of one row's response.
 """
@@ -14,15 +14,15 @@ from orbit_kernels.contract.keys import VERSIONS_KEY
 from orbit_kernels.contract.versions import version_of
 
 UNKNOWN_VERSION = -1
-"""Version of a token whose row mixes versions in a way that its spans do not tell (several turns)."""
+"""This is the version of a token whose row mixes versions in a way that its spans do not tell (several turns)."""
 
 VALIDATION_PARTITION = "val"
-"""verl's name for the samples of a validation in the TransferQueue."""
+"""This is verl's name for the samples of a validation in the TransferQueue."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SampledTokens:
-    """One entry for each token that the loss sees.
+    """A `SampledTokens` has one entry for each token that the loss sees.
 
     Attributes:
         sampled_T: log-prob reported by the server.
@@ -38,7 +38,7 @@ class SampledTokens:
 
     @classmethod
     def read(cls, batch: KVBatchMeta, trained_field: str = "old_log_probs") -> "SampledTokens":
-        """Fetch a batch from the TransferQueue; padding rows are left out."""
+        """Fetches a batch from the TransferQueue; padding rows are left out."""
         fields = ["rollout_log_probs", trained_field, "response_mask", "extra_fields"]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
         if trained_field == "log_probs":
@@ -63,13 +63,13 @@ class SampledTokens:
 
 
 def sampled_versions(batch: KVBatchMeta) -> set[int]:
-    """The adapter versions that sampled the tokens of a batch."""
+    """Returns the adapter versions that sampled the tokens of a batch."""
     data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["extra_fields"])
     return {version for extra_fields in data["extra_fields"] for version, _, _ in extra_fields[VERSIONS_KEY]}
 
 
 def token_versions(extra_fields: dict, num_tokens: int) -> list[int]:
-    """The version of each trained token of a sample.
+    """Returns the version of each trained token of a sample.
 
     Args:
         extra_fields: the sample's, as ``OrbitHttpServer.generate`` fills them.

@@ -1,4 +1,4 @@
-"""The driver before Ray starts: its changes to verl are in place, and the run's configuration is checked and filled in."""
+"""Before Ray starts, the driver proves its changes to verl, and the run's configuration is checked and filled in."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from orbit_verl.upstream.imports import Process, require_applied
 
 
 def around_validate_config(wrapped: Callable, instance: None, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Around ``verl.utils.config.validate_config``, which verl calls before it starts Ray.
+    """Wraps ``verl.utils.config.validate_config``, which verl calls before it starts Ray.
 
     Raises:
         NotInPlaceError: a change that the driver needs is not in place.

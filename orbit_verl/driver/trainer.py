@@ -1,4 +1,4 @@
-"""verl's V1 trainers for ``trainer.strategy=orbit``: one model for policy and reference, versions instead of weights."""
+"""These V1 trainers of verl have one model for policy and reference, and publish versions instead of weights."""
 
 import itertools
 import logging
@@ -40,7 +40,7 @@ SERVER_CHECK_INTERVAL_S = 5.0
 
 
 class OrbitTrainer(PPOTrainer):
-    """What both trainer modes share. Mixed in before verl's trainer of a mode."""
+    """An `OrbitTrainer` holds what both trainer modes share; it is mixed in before verl's trainer of a mode."""
 
     # verl decides by LoRA's rank whether the reference is the actor without its adapter (v1/trainer_base.py::PPOTrainer._setup).
     ref_in_actor = property(lambda self: True, lambda self, value: None)
@@ -59,7 +59,7 @@ class OrbitTrainer(PPOTrainer):
 
     @property
     def trained_version(self) -> int:
-        """The version whose log-probs this step computes: the one published by the step before."""
+        """Returns the version whose log-probs this step computes, which the step before published."""
         steps_before = self.global_steps - 1
         return version_of(steps_before)
 
@@ -82,7 +82,7 @@ class OrbitTrainer(PPOTrainer):
         check_bases(self._bases, served)
 
     def fit(self, agent_loop_manager):
-        """Train; then prove that the base did not change, and leave the adapter in peft's format.
+        """Trains; then proves that the base did not change, and leaves the adapter in peft's format.
 
         Raises:
             RuntimeError: a frozen tensor is not what it was at the start, or a server does not answer.
@@ -108,7 +108,7 @@ class OrbitTrainer(PPOTrainer):
                 raise RuntimeError(f"the frozen base changed during the run, on rank {rank}: {difference}")
 
     def _build_replay_buffer(self):
-        """verl's, which looks after the servers while it waits for samples, and notes which versions were validated."""
+        """Builds verl's buffer; it looks after the servers while it waits for samples, and notes validated versions."""
         buffer = super()._build_replay_buffer()
         WAIT_FOR_NEXT_POLL.replace_on(buffer, self._while_watching_servers(buffer._wait_for_next_poll))
         SAMPLE.replace_on(buffer, self._noting_validated_versions(buffer.sample))
@@ -148,7 +148,7 @@ class OrbitTrainer(PPOTrainer):
         return super()._submit_batch_to_rollout(batch)
 
     def _balance_batch(self, batch: KVBatchMeta, metrics, *args, **kwargs) -> KVBatchMeta:
-        """Rows in the order of submission, not of completion: sums over the batch can then be repeated bit for bit."""
+        """Puts rows in the order of submission, not of completion: batch sums can then be repeated bit for bit."""
         batch.reorder(sorted(range(len(batch.keys)), key=lambda row: self._row_order(batch.keys[row])))
         for key in batch.keys:
             self._submission_order.pop(key.rsplit("_", 2)[0], None)
@@ -180,7 +180,7 @@ class OrbitTrainer(PPOTrainer):
         }
 
     def _audit(self, batch: KVBatchMeta, tokens: SampledTokens) -> dict[str, float]:
-        """Parity of stale sequences at the version that sampled them, recomputed from the adapter kept for it."""
+        """Measures parity of stale sequences at the version that sampled them, with the adapter kept for it."""
         held = self.actor_rollout_wg.published_versions()[0] if self.orbit.parity.audit_samples else []
         stale = [
             (row, version)
@@ -235,7 +235,7 @@ class OrbitTrainer(PPOTrainer):
         return metrics
 
     def _refuse_endless_refills(self, num_prompts: int) -> None:
-        """verl replaces every group that fails: a fault that fails all of them must end the run."""
+        """Ends a run in which a fault fails every group, since verl replaces every group that fails."""
         self._prompts_since_update += num_prompts
         limit = MAX_BATCHES_WITHOUT_UPDATE * self.config.data.train_batch_size
         if self._prompts_since_update > limit:
@@ -259,15 +259,18 @@ class OrbitTrainer(PPOTrainer):
 
 
 class OrbitTrainerSync(OrbitTrainer, PPOTrainerSync):
-    """``trainer.v1.trainer_mode=sync``: generate, train, publish."""
+    """An `OrbitTrainerSync` is for ``trainer.v1.trainer_mode=sync``: it generates, trains, publishes."""
 
     def on_step_end(self):
-        """Publish the step's version, keeping the sync's metrics (verl's own drops them)."""
+        """Publishes the step's version and keeps the sync's metrics (verl's own drops them)."""
         self._pending_sync_metrics = dict(self.checkpoint_manager.update_weights(self.global_steps))
 
 
 class OrbitTrainerSeparateAsync(OrbitTrainer, PPOTrainerSeparateAsync):
-    """``trainer.v1.trainer_mode=separate_async``: servers generate while the trainer trains."""
+    """An `OrbitTrainerSeparateAsync` is for ``trainer.v1.trainer_mode=separate_async``.
+
+    Servers generate while it trains.
+    """
 
     def _setup(self):
         # verl logs with print's flush= when there are no hybrid replicas, a TypeError
@@ -284,17 +287,17 @@ class OrbitTrainerSeparateAsync(OrbitTrainer, PPOTrainerSeparateAsync):
         )
 
     def get_llm_client(self) -> LLMServerClient:
-        """The plain client: no request is ever aborted for a new version, so none has to be resumed."""
+        """Returns the plain client: no request is ever aborted for a new version, so none has to be resumed."""
         return self.standalone_server_manager.get_client()
 
 
 def register_sync(module: ModuleType) -> None:
-    """Once ``verl.trainer.ppo.v1`` is imported: its mode ``sync`` builds Orbit's trainer for a run with the strategy."""
+    """Lets mode ``sync`` build Orbit's trainer for runs with the strategy, once ``verl.trainer.ppo.v1`` is imported."""
     _choose_trainer(module.trainer_base.TRAINER_REGISTRY, "sync", PPOTrainerSync, OrbitTrainerSync)
 
 
 def register_separate_async(module: ModuleType) -> None:
-    """Once ``verl.trainer.ppo.v1`` is imported: so does its mode ``separate_async``."""
+    """Lets mode ``separate_async`` do so too, once ``verl.trainer.ppo.v1`` is imported."""
     registry = module.trainer_base.TRAINER_REGISTRY
     _choose_trainer(registry, "separate_async", PPOTrainerSeparateAsync, OrbitTrainerSeparateAsync)
 
@@ -312,7 +315,7 @@ def _choose_trainer(registry: dict[str, Any], mode: str, upstream: type[PPOTrain
 
 
 def _keep_earlier_metrics() -> None:
-    """verl's file logger empties its file when a run is resumed (verl/utils/tracking.py::FileLogger): move it away."""
+    """Moves verl's metrics file away, which a resumed run would empty (verl/utils/tracking.py::FileLogger)."""
     path = Path(os.environ.get("VERL_FILE_LOGGER_PATH", ""))
     if path.is_file():
         number = next(n for n in itertools.count(1) if not path.with_suffix(f".{n}{path.suffix}").exists())
@@ -321,7 +324,7 @@ def _keep_earlier_metrics() -> None:
 
 
 def load_replica():
-    """verl's loader of the replica class ``sglang``, which imports SGLang."""
+    """Loads the replica class ``sglang`` for verl; that imports SGLang."""
     from orbit_verl.rollout.replica import OrbitReplica
 
     return OrbitReplica

@@ -1,11 +1,12 @@
-"""Causal attention by PyTorch's SDPA, on a CPU in the shapes of the server's calls.
+"""This module computes causal attention by PyTorch's SDPA, on a CPU in the shapes of the server's calls.
 
 SDPA's CPU kernel in bf16 rounds a row by the number of rows and keys of the call, so that a token which the server
 decoded alone differs in its last bit from the same token inside a whole sequence; over 30 layers of bf16 that bit grows
 to 0.03 nats (SmolLM2-135M). Everything else in the model rounds row by row. `as_served` makes the forward pass repeat
-the server's calls (SGLang 0.5.12, torch_native_backend.py::TorchNativeAttnBackend): the prompt in one, every later token in
-its own. The log-probs are then the server's own, up to the fp32 softmax. What remains: tokens that the server decoded
-while no other request ran, as oneDNN has another GEMM for one row of more than about a thousand columns.
+the server's calls (SGLang 0.5.12, torch_native_backend.py::TorchNativeAttnBackend): the prompt in one, every later
+token in its own. The log-probs are then the server's own, up to the fp32 softmax. A difference remains for tokens that
+the server decoded while no other request ran, as oneDNN has another GEMM for one row of more than about a thousand
+columns.
 
 Dimension suffixes: S sequence, B batch, T packed tokens, H query heads, K key-value heads, C head width.
 """
@@ -25,7 +26,7 @@ _prompt_lengths: contextvars.ContextVar[tuple[int, ...] | None] = contextvars.Co
 
 @contextlib.contextmanager
 def as_served(prompt_lengths: Sequence[int]) -> Iterator[None]:
-    """In the body, attend in the server's shapes; the gradient is that of one causal call over the sequence.
+    """Makes the body attend in the server's shapes; the gradient is that of one causal call over the sequence.
 
     Args:
         prompt_lengths: leading tokens of each sequence that the server took in one call; the others were decoded.
@@ -38,14 +39,15 @@ def as_served(prompt_lengths: Sequence[int]) -> Iterator[None]:
 
 
 def is_as_served() -> bool:
-    """Whether the forward pass repeats the server's calls now."""
+    """Says whether the forward pass repeats the server's calls now."""
     return _prompt_lengths.get() is not None
 
 
 class CausalAttention(nn.Module):
-    """Causal softmax attention for padded batches [S, B, ...] and packed sequences [T, ...], in Megatron-Core's calls.
+    """A `CausalAttention` is causal softmax attention in Megatron-Core's calls.
 
-    Padding stands after the tokens, where causality already hides it, so no mask is needed; `FrozenGPTModel` checks it.
+    It takes padded batches [S, B, ...] and packed sequences [T, ...]. Padding stands after the tokens, where causality
+    already hides it, so no mask is needed; `FrozenGPTModel` checks it.
     """
 
     def __init__(self, *, softmax_scale: float | None, **_megatron: Any):
@@ -62,9 +64,10 @@ class CausalAttention(nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
         **_megatron: Any,
     ) -> torch.Tensor:
-        """Queries [S, B, H, C] against keys and values [S, B, K, C]: [S, B, H * C]. Packed: [T, H, C] to [T, H * C].
+        """Attends with queries [S, B, H, C] to keys and values [S, B, K, C] and returns [S, B, H * C].
 
-        Values may have another width than queries and keys; the output has theirs.
+        Packed, it takes queries [T, H, C] and returns [T, H * C]. Values may have another width than queries and keys;
+        the output has theirs.
         """
         if packed_seq_params is None:
             return self._attend(query, key, value)
@@ -88,7 +91,7 @@ class CausalAttention(nn.Module):
 
 
 class _ServedAttention(torch.autograd.Function):
-    """Forward by the server's calls, backward through one causal call over the whole sequences."""
+    """A `_ServedAttention` repeats the server's calls in forward; backward is that of one causal call."""
 
     @staticmethod
     def forward(ctx, q_BHSC, k_BKSC, v_BKSC, prompt_lengths: tuple[int, ...], scale: float | None):
@@ -114,7 +117,7 @@ class _ServedAttention(torch.autograd.Function):
 
 
 def _rows(wanted_by_row: Iterable[bool]) -> slice | list[int]:
-    """The wanted indices, as a slice, which copies nothing, where that is all of them."""
+    """Returns the wanted indices, as a slice, which copies nothing, where that is all of them."""
     chosen = list(wanted_by_row)
     return slice(None) if all(chosen) else [index for index, wanted in enumerate(chosen) if wanted]
 

@@ -1,4 +1,4 @@
-"""Build Megatron-Core's GPTModel from one layer spec and fill it from a Hugging Face checkpoint."""
+"""This module builds Megatron-Core's GPTModel from one layer spec and fills it from a Hugging Face checkpoint."""
 
 import dataclasses
 import logging
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 UNDIVIDED = ParallelSizes()
 
 _RECOMPUTED = {"core_attn", "mlp"}
-"""Of ``recompute_modules``: Megatron-Core's modules in which the frozen model computes."""
+"""Of ``recompute_modules``, these are Megatron-Core's modules in which the frozen model computes."""
 # Fields of TransformerConfig that divide a model, of which this module makes no use: `ParallelSizes` says how it is divided.
 _OTHER_DIVISIONS = (
     "context_parallel_size",
@@ -63,16 +63,17 @@ _OTHER_DIVISIONS = (
 def transformer_config(
     architecture: DecoderArchitecture, overrides: Mapping[str, Any], sizes: ParallelSizes = UNDIVIDED
 ) -> TransformerConfig:
-    """Megatron-Core's configuration of a frozen decoder.
+    """Returns Megatron-Core's configuration of a frozen decoder.
 
     Args:
         architecture: the model.
         sizes: how many ways it is divided.
-        overrides: further TransformerConfig fields, e.g. ``recompute_granularity``; ``params_dtype`` may widen the base.
+        overrides: further TransformerConfig fields, e.g. ``recompute_granularity``; ``params_dtype`` may widen the
+            base.
 
     Raises:
-        ValueError: an override names no field of TransformerConfig, one that follows from ``sizes``, or modules that are not
-            there to be recomputed; or Megatron-Core refuses the fields.
+        ValueError: an override names no field of TransformerConfig, one that follows from ``sizes``, or modules that
+            are not there to be recomputed; or Megatron-Core refuses the fields.
     """
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     unknown = sorted(overrides.keys() - known)
@@ -106,9 +107,9 @@ def build_model(
     device: torch.device,
     layout: ParallelLayout,
 ) -> FrozenGPTModel:
-    """The model on ``device`` with the checkpoint's tensors; nothing is allocated before the checkpoint is checked.
+    """Builds the model on ``device`` from the checkpoint, which is checked before anything is allocated.
 
-    What ``layout`` gives to this rank is held, and no other layers and experts are read.
+    The rank holds what ``layout`` gives to it, and reads no other layers and experts.
 
     Raises:
         ValueError: ``open_checkpoint`` refuses the folder.
@@ -131,7 +132,7 @@ def empty_model(
     device: torch.device,
     layout: ParallelLayout,
 ) -> FrozenGPTModel:
-    """The model on ``device`` with memory for its tensors, which hold anything."""
+    """Builds the model on ``device`` with memory for its tensors, which hold anything."""
     buffer = ChunkBuffer(base.experts_per_chunk)
     layers = [
         _layer_spec(architecture, base, layout, buffer, layer) for layer in layout.layers_of(architecture.num_layers)
@@ -186,7 +187,7 @@ def _base_fields(architecture: DecoderArchitecture) -> dict[str, Any]:
 
 
 def _parallel_fields(sizes: ParallelSizes) -> dict[str, Any]:
-    """Experts are not Megatron-Core's, so it learns nothing of their division."""
+    """Returns the fields of the division; experts are not Megatron-Core's, so it learns nothing of theirs."""
     return {
         "tensor_model_parallel_size": sizes.tensor,
         "sequence_parallel": sizes.tensor > 1,
@@ -256,7 +257,7 @@ def _linear(
     parent: str,
     parts: tuple[str, ...],
 ) -> partial:
-    """A linear that Megatron-Core makes, which knows its sizes."""
+    """Returns the maker of a linear for Megatron-Core, which knows its sizes."""
     shares = {part: linear_share(architecture, f"{parent}.{part}", layout) for part in parts}
     return partial(kind, shares=shares, weight_format=fused_format(architecture, parent, parts), base=base)
 
@@ -264,7 +265,7 @@ def _linear(
 def _made_linear(
     architecture: DecoderArchitecture, base: BaseSettings, layout: ParallelLayout, parent: str, parts: tuple[str, ...]
 ) -> FrozenLinear:
-    """A linear of the checkpoint's size."""
+    """Makes a linear of the checkpoint's size."""
     make = _linear(architecture, base, layout, FrozenLinear, parent, parts)
     shapes = [share.shape for share in make.keywords["shares"].values()]
     return make(shapes[0][1], sum(rows for rows, _ in shapes), bias=False)

@@ -1,4 +1,4 @@
-"""Multi-head latent attention of the frozen base, in Megatron-Core's calling convention.
+"""This module computes the frozen base's multi-head latent attention, in Megatron-Core's calling convention.
 
 A server caches the latent of keys and values and decodes without ever expanding it: the up-projection's halves are
 multiplied into the queries and the attention's output instead ("absorbed", arXiv:2405.04434, section 2.1.2). Rounded to
@@ -28,13 +28,13 @@ from orbit_verl.model.modules import RMSNorm
 
 
 class FrozenLatentAttention(nn.Module):
-    """Queries, keys and values from latents, causal attention, and its output projection.
+    """A `FrozenLatentAttention` makes queries, keys and values from latents, attends causally, and projects the output.
 
     Args:
         config: Megatron-Core's, of the dtype and the rotation.
         architecture: the model; ``latent`` is set.
-        latents, queries, keys_values, output: make the linears, from the layer's input to the latents of queries and of keys
-            and values with their rotary key, from these to queries and to keys and values, and back to hidden.
+        latents, queries, keys_values, output: make the linears, from the layer's input to the latents of queries and of
+            keys and values with their rotary key, from these to queries and to keys and values, and back to hidden.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class FrozenLatentAttention(nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
         **_megatron: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Hidden states [S, B, D], packed sequences as [T, 1, D], to the same shape, and Megatron-Core's absent bias.
+        """Maps hidden states [S, B, D], packed [T, 1, D], to that shape; also returns Megatron-Core's absent bias.
 
         With tensor parallelism S is the rank's share of the sequence, down to the latents; H is its share of the heads.
-        In the model's dtype throughout; the padding mask is not needed, see `CausalAttention`.
+        Everything is in the model's dtype; the padding mask is not needed, see `CausalAttention`.
         """
         shape = self._shape
         latents, _ = self.latents(x_SBD)
@@ -95,7 +95,7 @@ class FrozenLatentAttention(nn.Module):
         k_SB1R: torch.Tensor,
         packed: PackedSeqParams | None,
     ) -> torch.Tensor:
-        """All heads read the one latent, as from the server's cache: [S, B, H, V]."""
+        """Lets all heads read the one latent, as from the server's cache, and returns [S, B, H, V]."""
         latent_SBL = self.keys_values.whole_sequence(latent_SBL)
         adapter = self.keys_values.adapter if self.keys_values.adapter_enabled else None
         latent_SB1L = (latent_SBL if adapter is None else adapter.inputs(latent_SBL)[0]).unsqueeze(-2)
@@ -115,7 +115,7 @@ class FrozenLatentAttention(nn.Module):
         k_SB1R: torch.Tensor,
         packed: PackedSeqParams | None,
     ) -> torch.Tensor:
-        """Every head has keys and values of its own: [S, B, H, V]."""
+        """Gives every head keys and values of its own, and returns [S, B, H, V]."""
         keys_values, _ = self.keys_values(latent_SBL)
         k_SBHP, v_SBHV = keys_values.unflatten(-1, (self._num_heads, -1)).split(
             [self._shape.qk_nope_head_dim, self._shape.v_head_dim], dim=-1
@@ -126,7 +126,7 @@ class FrozenLatentAttention(nn.Module):
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams | None
     ) -> torch.Tensor:
-        """Causal attention [S, B, heads, width], packed [T, 1, heads, width]: one such, as wide as the values."""
+        """Attends causally: [S, B, heads, width], packed [T, 1, heads, width], to one such, as wide as the values."""
         if packed is not None:
             query, key, value = (tensor.squeeze(1) for tensor in (query, key, value))
         out = self.attention(query, key, value, None, packed_seq_params=packed)
@@ -134,7 +134,10 @@ class FrozenLatentAttention(nn.Module):
 
 
 class _Rotary:
-    """Rotates pairs of neighbours [S, B, H, R] by the positions of their sequence (DeepSeek's interleaved layout)."""
+    """A `_Rotary` rotates pairs of neighbours [S, B, H, R] by the positions of their sequence.
+
+    The layout is DeepSeek's interleaved one.
+    """
 
     def __init__(self, config: TransformerConfig, angles: torch.Tensor, packed: PackedSeqParams | None, scale: float):
         self._config, self._angles, self._packed, self._scale = config, angles, packed, scale
@@ -149,7 +152,7 @@ class _Rotary:
 
 
 class _AbsorbedKeys(torch.autograd.Function):
-    """Queries [T, H, P] times the up-projection of each head's keys: [T, H, L]."""
+    """An `_AbsorbedKeys` multiplies queries [T, H, P] by the up-projection of each head's keys: [T, H, L]."""
 
     @staticmethod
     def forward(ctx, q_THP: torch.Tensor, weight: StoredWeight, num_heads: int) -> torch.Tensor:
@@ -163,7 +166,7 @@ class _AbsorbedKeys(torch.autograd.Function):
 
 
 class _AbsorbedValues(torch.autograd.Function):
-    """Attended latents [T, H, L] times the up-projection of each head's values: [T, H, V]."""
+    """An `_AbsorbedValues` multiplies attended latents [T, H, L] by each head's up-projection of values: [T, H, V]."""
 
     @staticmethod
     def forward(ctx, x_THL: torch.Tensor, weight: StoredWeight, v_head_dim: int) -> torch.Tensor:
@@ -177,7 +180,7 @@ class _AbsorbedValues(torch.autograd.Function):
 
 
 def _heads(weight: StoredWeight, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
-    """The up-projection by head [H, P + V, L], dequantised for as long as it is used."""
+    """Returns the up-projection by head [H, P + V, L], dequantised for as long as it is used."""
     return weight.dequantize(dtype).unflatten(0, (num_heads, -1))
 
 

@@ -1,8 +1,9 @@
-"""Which layers, experts and ranges of linears a rank holds, and what the tensors of the others are called.
+"""A layout says which layers, experts and ranges of linears a rank holds, and what the others' tensors are called.
 
-Names and numbers alone. Three ways to divide a model are combined: layers over stages (pipeline), a layer's experts over
-ranks (expert), and every other linear over ranks (tensor). Ranks in no other group repeat one another (data). The ranks that
-divide the other linears may divide each expert's too (expert tensor parallelism), instead of its tokens.
+It knows names and numbers alone. Three ways to divide a model are combined: layers over stages (pipeline), a layer's
+experts over ranks (expert), and every other linear over ranks (tensor). Ranks in no other group repeat one another
+(data). The ranks that divide the other linears may divide each expert's too (expert tensor parallelism), instead of its
+tokens.
 """
 
 import dataclasses
@@ -24,25 +25,25 @@ STAGE = f"{MEGATRON}.override_transformer_config.num_layers_in_{{}}_pipeline_sta
 
 @dataclasses.dataclass(frozen=True)
 class GroupRank:
-    """This rank among those that divide something between them."""
+    """A `GroupRank` is this rank among those that divide something between them."""
 
     size: int = 1
     rank: int = 0
 
     def part(self, whole: int) -> range:
-        """Its range of ``whole`` things that are divided evenly."""
+        """Returns the rank's range of ``whole`` things that are divided evenly."""
         each = whole // self.size
         return range(self.rank * each, (self.rank + 1) * each)
 
     def own(self, whole: "Tensor", shape: Sequence[int]) -> "Tensor":
-        """Its part of a tensor, of that shape, as a view; the whole where that is what it holds."""
+        """Returns the rank's part of a tensor, of that shape, as a view; it is the whole where the rank holds that."""
         dim = divided_dim(shape, whole.shape)
         return whole if dim is None else whole.narrow(dim, self.rank * shape[dim], shape[dim])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """What a rank holds.
+    """A `ParallelLayout` says what a rank holds.
 
     Args:
         num_experts: of one layer; 0 in a dense model.
@@ -62,31 +63,34 @@ class ParallelLayout:
 
     @property
     def experts(self) -> range:
-        """The experts of this rank."""
+        """Returns the experts of this rank."""
         return self.expert.part(self.num_experts)
 
     def layers_of(self, num_layers: int) -> range:
-        """This rank's of the model's layers."""
+        """Returns those of the model's layers that this rank holds."""
         return range(num_layers) if self.layers is None else self.layers
 
     def divides_experts(self, name: str) -> bool:
-        """Whether a tensor or module is an expert's, so that only some ranks of a stage hold it."""
+        """Says whether a tensor or module is an expert's, so that only some ranks of a stage hold it."""
         return self.expert.size > 1 and EXPERT_NUMBER.search(name) is not None
 
     def holds(self, name: str) -> bool:
-        """Whether this rank holds a tensor or module of a layer, or a part of it."""
+        """Says whether this rank holds a tensor or module of a layer, or a part of it."""
         if self.layers is not None and layer_number(name) not in self.layers:
             return False
         return not self.divides_experts(name) or int(EXPERT_NUMBER.search(name)[0]) in self.experts
 
     def experts_of(self, name: str) -> str | None:
-        """The layer's experts to which a divided tensor belongs, e.g. ``model.layers.0.mlp.experts.``; None otherwise."""
+        """Names the layer's experts to which a divided tensor belongs; returns None for others.
+
+        Such a name is, for example, ``model.layers.0.mlp.experts.``.
+        """
         return name[: EXPERT_NUMBER.search(name).start()] if self.divides_experts(name) else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelSizes:
-    """How many ways a run divides its model, as verl's configuration says it.
+    """A `ParallelSizes` says how many ways a run divides its model, as verl's configuration has it.
 
     Args:
         tensor, pipeline, expert, expert_tensor: the sizes.
@@ -101,7 +105,7 @@ class ParallelSizes:
     last_stage: int | None = None
 
     def check(self, num_layers: int, num_experts: int, num_ranks: int) -> None:
-        """Hold the sizes against a model and the trainer's ranks.
+        """Holds the sizes against a model and the trainer's ranks.
 
         Raises:
             ValueError: something cannot be divided evenly.
@@ -133,7 +137,7 @@ class ParallelSizes:
                 )
 
     def stages(self, num_layers: int) -> list[range]:
-        """The layers of each stage; ``check`` has been passed."""
+        """Returns the layers of each stage; ``check`` has been passed."""
         if self.pipeline == 1:
             return [range(num_layers)]
         between = [None] * (self.pipeline - 2)

@@ -1,4 +1,4 @@
-"""Linears of the frozen base: held as they are stored, dequantised on use, never trained; an adapter sits on them.
+"""Linears of the frozen base are held as they are stored, dequantised on use, never trained; an adapter sits on them.
 
 Dimension suffixes: S sequence, B batch, T tokens (S * B), I input width, O output width.
 """
@@ -22,7 +22,7 @@ from orbit_verl.model.adapters import LinearAdapter
 
 
 class _FusedInput(torch.autograd.Function):
-    """The input that the deployed kernel feeds the GEMM of fused linears; the identity in backward."""
+    """A `_FusedInput` is what the deployed kernel feeds the GEMM of fused linears; it is the identity in backward."""
 
     @staticmethod
     def forward(ctx, x_TI: torch.Tensor, fused: Sequence[StoredWeight]) -> torch.Tensor:
@@ -35,12 +35,13 @@ class _FusedInput(torch.autograd.Function):
 
 
 class FrozenHead(nn.Module):
-    """The output layer in Megatron-Core's calling convention; ``weight`` is None when the embeddings are the head.
+    """A `FrozenHead` is the output layer in Megatron-Core's calls; ``weight`` is None when the embeddings are the head.
 
     With tensor parallelism a rank has a range of the vocabulary, and its logits for the whole sequence.
 
     Megatron-Core 0.18.0's own layer multiplies the strided, three-dimensional gradient of padded logits as it is
-    (core/tensor_parallel/layers.py::LinearWithFrozenWeight.backward): on a CPU a training step of SmolLM2-135M then takes 17.5 s instead of 6.6 s.
+    (core/tensor_parallel/layers.py::LinearWithFrozenWeight.backward): on a CPU a training step of SmolLM2-135M then
+    takes 17.5 s instead of 6.6 s.
     """
 
     def __init__(self, weight: nn.Parameter | None, *, divided: bool):
@@ -48,7 +49,7 @@ class FrozenHead(nn.Module):
         self.weight, self._divided = weight, divided
 
     def forward(self, x_SBI: torch.Tensor, weight: torch.Tensor | None = None, **_megatron: Any):
-        """Logits [S, B, vocabulary] of this or the given weight, and Megatron-Core's absent bias."""
+        """Returns logits [S, B, vocabulary] of this or the given weight, and Megatron-Core's absent bias."""
         weight = self.weight if weight is None else weight
         if self._divided:
             x_SBI = gather_from_sequence_parallel_region(x_SBI)
@@ -63,7 +64,7 @@ class FrozenHead(nn.Module):
 
 
 class StoredStack(nn.Module):
-    """Buffers with one or more parts in one format, stacked by rows.
+    """A `StoredStack` has buffers with one or more parts in one format, stacked by rows.
 
     Args:
         weight_format: of the parts.
@@ -78,11 +79,11 @@ class StoredStack(nn.Module):
             self.register_buffer(leaf, torch.empty(spec.shape, dtype=spec.dtype))
 
     def whole(self) -> StoredWeight:
-        """All parts as one weight, on the buffers themselves."""
+        """Returns all parts as one weight, on the buffers themselves."""
         return self._stored(sum(self._parts.values()), dict(self.named_buffers()))
 
     def by_part(self) -> dict[str, StoredWeight]:
-        """Each part's weight, on views of the buffers."""
+        """Returns each part's weight, on views of the buffers."""
         whole, start, weights = self.whole(), 0, {}
         for part, rows in self._parts.items():
             alone = len(self._parts) == 1
@@ -96,15 +97,15 @@ class StoredStack(nn.Module):
 
 
 class FrozenLinear(nn.Module):
-    """One or more frozen linears that read the same input, in Megatron-Core's calling convention.
+    """A `FrozenLinear` is one or more frozen linears that read the same input, in Megatron-Core's calling convention.
 
-    The parts are multiplied as one, stacked by rows in their Hugging Face order, as SGLang stacks them, so the base and a
-    shared rotation need one GEMM. Packed parts keep tensors of their own, since scale blocks and global scales end with
-    a part; plain ones share one buffer, so that their GEMM needs no copy.
+    The parts are multiplied as one, stacked by rows in their Hugging Face order, as SGLang stacks them, so the base and
+    a shared rotation need one GEMM. Packed parts keep tensors of their own, since scale blocks and global scales end
+    with a part; plain ones share one buffer, so that their GEMM needs no copy.
 
     With tensor parallelism hidden states are divided by sequence (Megatron's sequence parallelism, arXiv:2205.05198): a
-    linear divided by rows gathers its input, one divided by columns scatters the sum of the ranks' outputs, and adapters
-    work on what the rank holds. I and O are then the rank's.
+    linear divided by rows gathers its input, one divided by columns scatters the sum of the ranks' outputs, and
+    adapters work on what the rank holds. I and O are then the rank's.
 
     Args:
         input_size: columns of the whole weight.
@@ -141,29 +142,29 @@ class FrozenLinear(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Returns the device on which the weights are."""
         return next(self.stacks[0].buffers()).device
 
     def stored_parts(self) -> dict[str, StoredWeight]:
-        """The parts as they are stored, by leaf name, on views of the buffers."""
+        """Returns the parts as they are stored, by leaf name, on views of the buffers."""
         return {part: weight for stack in self.stacks for part, weight in stack.by_part().items()}
 
     def forward(self, x_SBI: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Outputs of all parts side by side [S, B, O] in the input's dtype, and Megatron-Core's absent bias."""
+        """Returns outputs of all parts side by side [S, B, O] in the input's dtype, and Megatron-Core's absent bias."""
         y_SBO = self.of_rank(x_SBI)
         return y_SBO if self._share.has_all_columns else reduce_scatter_to_sequence_parallel_region(y_SBO), None
 
     def of_rank(self, x_SBI: torch.Tensor) -> torch.Tensor:
-        """What this rank adds to the output: all of it, unless the ranks divide the columns."""
+        """Returns what this rank adds to the output, which is all of it unless the ranks divide the columns."""
         return self._arrange(self._product(self.whole_sequence(x_SBI)))
 
     def whole_sequence(self, x_SBI: torch.Tensor) -> torch.Tensor:
-        """The input as the weight reads it: of all ranks' tokens where the ranks divide the rows."""
+        """Returns the input as the weight reads it, which is of all ranks' tokens where the ranks divide the rows."""
         return x_SBI if self._share.has_all_rows else gather_from_sequence_parallel_region(x_SBI)
 
     @property
     def _share(self) -> Share:
-        """Any part's: all are divided alike."""
+        """Returns any part's share, as all are divided alike."""
         return next(iter(self.shares.values()))
 
     def _product(self, x_SBI: torch.Tensor) -> torch.Tensor:
@@ -180,13 +181,13 @@ class FrozenLinear(nn.Module):
         return self.adapter.output(x_SBI, torch.cat(outputs, dim=-1))
 
     def _as_deployed(self, x_SBI: torch.Tensor, weights: Sequence[StoredWeight]) -> torch.Tensor:
-        """A part's own input as the fused kernel reads it, whose static scale is one for all parts."""
+        """Returns a part's own input as the fused kernel reads it, whose static scale is one for all parts."""
         if self._base.activations == "none":
             return x_SBI
         return _FusedInput.apply(x_SBI.flatten(0, 1), weights).unflatten(0, x_SBI.shape[:2])
 
     def _multiply(self, x_SBI: torch.Tensor, weights: Sequence[StoredWeight], activations: Activations) -> torch.Tensor:
-        """``x W^T``.
+        """Returns ``x W^T``.
 
         Activations are flattened to two dimensions, as the server has them: torch picks its GEMM by shape and strides,
         and two GEMMs may differ in the last bit.
@@ -200,7 +201,10 @@ class FrozenLinear(nn.Module):
 
 
 class FrozenQKVLinear(FrozenLinear):
-    """Queries, keys and values; the output is regrouped as Megatron-Core reads it (one KV head and its queries a group)."""
+    """A `FrozenQKVLinear` makes queries, keys and values.
+
+    The output is regrouped as Megatron-Core reads it (one KV head and its queries a group).
+    """
 
     def __init__(self, *args: Any, config: Any, **kwargs: Any):
         super().__init__(*args, config=config, **kwargs)

@@ -1,4 +1,4 @@
-"""RMSNorm, residual sum and logits with the served numerics.
+"""This module computes RMSNorm, residual sum and logits with the served numerics.
 
 SGLang 0.5.12 sums the residual in fp32, normalises the unrounded sum and rounds the residual to the model's dtype for
 the next sum (srt/layers/layernorm.py::RMSNorm.forward_native; its fused GPU kernels do the same). Here the
@@ -17,7 +17,10 @@ from orbit_verl.model.linear import FrozenHead
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm (arXiv:1910.07467), computed in fp32; any float input, output in the model's dtype."""
+    """An `RMSNorm` is the root-mean-square norm (arXiv:1910.07467), computed in fp32.
+
+    It takes any float input; its output is in the model's dtype.
+    """
 
     def __init__(self, *, config: Any, hidden_size: int, eps: float):
         super().__init__()
@@ -25,14 +28,14 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype), requires_grad=False)
 
     def forward(self, x_SBD: torch.Tensor) -> torch.Tensor:
-        """Normalise over the last dimension."""
+        """Normalises over the last dimension."""
         x_SBD = x_SBD.float()
         x_SBD = x_SBD * torch.rsqrt(x_SBD.pow(2).mean(-1, keepdim=True) + self._eps)
         return (x_SBD * self.weight).to(self.weight.dtype)
 
 
 def residual_sum(training: bool, fused: bool):
-    """Megatron-Core's bias-dropout-add without bias and dropout: fp32 sum of the branch and the rounded residual."""
+    """Returns Megatron-Core's bias-dropout-add without bias and dropout: branch plus rounded residual, in fp32."""
 
     def add(branch_with_bias: tuple[torch.Tensor, None], residual_SBD: torch.Tensor, dropout: float) -> torch.Tensor:
         branch_SBD, _ = branch_with_bias
@@ -42,7 +45,7 @@ def residual_sum(training: bool, fused: bool):
 
 
 class FrozenGPTModel(GPTModel):
-    """GPTModel with a frozen head and fp32 logits, as the server samples from them.
+    """A `FrozenGPTModel` is a GPTModel with a frozen head and fp32 logits, as the server samples from them.
 
     Attributes:
         checkpoint_prefix: of every tensor's name in the checkpoint, empty or ending in a dot.
@@ -56,7 +59,7 @@ class FrozenGPTModel(GPTModel):
             self.output_layer = FrozenHead(self.output_layer.weight, divided=divided)
 
     def forward(self, *args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
-        """Logits [B, S, V] in fp32, of the rank's range of the vocabulary; hidden states of an inner pipeline stage.
+        """Returns fp32 logits [B, S, V] of the rank's range of the vocabulary; an inner stage returns hidden states.
 
         Raises:
             ValueError: the mask [B, S] (True for tokens) has padding before a token.
@@ -66,7 +69,10 @@ class FrozenGPTModel(GPTModel):
         return super().forward(*args, attention_mask=attention_mask, **kwargs).float()
 
     def _preprocess(self, *args: Any, **kwargs: Any) -> tuple:
-        """Megatron-Core's, whose recomputed layers have gradients only where their input has one; embeddings are frozen."""
+        """Does what Megatron-Core does, and lets frozen embeddings require a gradient where layers are recomputed.
+
+        Megatron-Core's recomputed layers have gradients only where their input has one.
+        """
         embedded_SBD, *others = super()._preprocess(*args, **kwargs)
         if self.config.recompute_granularity is not None and embedded_SBD is not None and torch.is_grad_enabled():
             embedded_SBD.requires_grad_()

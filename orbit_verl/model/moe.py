@@ -1,8 +1,8 @@
-"""A mixture-of-experts layer of the frozen base: router and experts stay as stored, adapters sit on the experts.
+"""A mixture-of-experts layer of the frozen base keeps router and experts as stored; adapters sit on the experts.
 
-A rank holds all experts or, with expert parallelism, its share (`layout`), and routes the tokens that are its own. Where
-ranks divide each expert, they gather their tokens and scatter the sum of the outputs. Megatron-Core's own MoE layer is not
-used: its experts own trainable, unpacked weights.
+A rank holds all experts or, with expert parallelism, its share (`layout`), and routes the tokens that are its own.
+Where ranks divide each expert, they gather their tokens and scatter the sum of the outputs. Megatron-Core's own MoE
+layer is not used: its experts own trainable, unpacked weights.
 
 Dimension suffixes: S sequence, B batch, T tokens (S * B), K experts of a token, E experts, D hidden.
 """
@@ -33,7 +33,7 @@ from orbit_verl.model.router import FrozenRouter
 
 
 class FrozenExpert(nn.Module):
-    """The linears of one expert; they hold weights and adapters, and `FrozenMoE` multiplies."""
+    """A `FrozenExpert` has the linears of one expert; they hold weights and adapters, and `FrozenMoE` multiplies."""
 
     def __init__(self, gate_up: FrozenLinear, down: FrozenLinear):
         super().__init__()
@@ -41,17 +41,20 @@ class FrozenExpert(nn.Module):
 
 
 class SharedExpert(FrozenExpert):
-    """The expert that every token takes, beside those that its router chooses."""
+    """A `SharedExpert` is the expert that every token takes, beside those that its router chooses."""
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """``W2 (silu(W1 x) * W3 x)``, [T, D]; with tensor parallelism what this rank adds to it, for all ranks' tokens."""
+        """Returns ``W2 (silu(W1 x) * W3 x)``, [T, D].
+
+        With tensor parallelism it returns what this rank adds to that, for all ranks' tokens.
+        """
         gate_up_T1F, _ = self.gate_up(x_TD.unsqueeze(1))
         gate_T1F, up_T1F = gate_up_T1F.chunk(2, dim=-1)
         return self.down.of_rank(functional.silu(gate_T1F) * up_T1F).squeeze(1)
 
 
 class CommonLinear(nn.Module):
-    """The place of an adapter that all experts of a layer share; it holds no weight.
+    """A `CommonLinear` is the place of an adapter that all experts of a layer share; it holds no weight.
 
     Args:
         like: that linear of any expert.
@@ -66,12 +69,12 @@ class CommonLinear(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the experts are."""
+        """Returns the device on which the experts are."""
         return self._like[0].device
 
 
 class FrozenMoE(nn.Module):
-    """Router and experts in Megatron-Core's calling convention of a layer's MLP.
+    """A `FrozenMoE` is router and experts in Megatron-Core's calling convention of a layer's MLP.
 
     Args:
         router: makes the router.
@@ -104,9 +107,10 @@ class FrozenMoE(nn.Module):
         self._scale, self._base, self._buffer = scale, base, buffer
 
     def forward(self, x_SBD: torch.Tensor, **_megatron: Any) -> tuple[torch.Tensor, None]:
-        """The weighted sum of each token's experts [S, B, D], and Megatron-Core's absent bias.
+        """Returns the weighted sum of each token's experts [S, B, D], and Megatron-Core's absent bias.
 
-        Scaled and added up in the model's dtype, as in the server: where ranks divide each expert, before their sums are.
+        It is scaled and added up in the model's dtype, as in the server; where ranks divide each expert, that comes
+        before the sum over ranks.
         """
         tokens_TD = x_TD = x_SBD.flatten(0, 1)
         ids_TK, weights_TK = self.router(x_TD)
@@ -145,7 +149,7 @@ class FrozenMoE(nn.Module):
         )
 
     def _adapter(self) -> ExpertAdapter:
-        """The experts' adapters, as they are attached now; experts of a layer carry the same kind."""
+        """Returns the experts' adapters, as they are attached now; experts of a layer carry the same kind."""
         adapters = {}
         for name in ("gate_up", "down"):
             linears = [getattr(expert, name) for expert in self.experts]
@@ -161,7 +165,7 @@ class FrozenMoE(nn.Module):
 
 
 class _OnRows:
-    """A linear's adapter on rows [R, I] in place of sequences."""
+    """An `_OnRows` is a linear's adapter on rows [R, I] in place of sequences."""
 
     def __init__(self, adapter: LinearAdapter):
         self._adapter = adapter
@@ -174,7 +178,7 @@ class _OnRows:
 
 
 class _Rotated:
-    """A rotation whose blocks are made once for all experts."""
+    """A `_Rotated` is a rotation whose blocks are made once for all experts."""
 
     def __init__(self, rotation_NKK: torch.Tensor):
         self._rotation_NKK = rotation_NKK
@@ -190,7 +194,7 @@ class _Rotated:
 
 
 class _OnDemand(Sequence):
-    """A sequence whose items are made when they are asked for."""
+    """An `_OnDemand` is a sequence whose items are made when they are asked for."""
 
     def __init__(self, length: int, make: Callable[[int], Any]):
         self._length, self._make = length, make

@@ -1,4 +1,4 @@
-"""Hugging Face names of the tensors and linears inside a Megatron-Core model."""
+"""This module gives the tensors and linears inside a Megatron-Core model their Hugging Face names."""
 
 from collections.abc import Callable, Iterator
 
@@ -17,19 +17,22 @@ _LATENT_NORMS = {"query_norm": "q_a_layernorm", "kv_norm": "kv_a_layernorm"}
 
 
 def frozen_linears(model: FrozenGPTModel) -> Iterator[tuple[str, FrozenLinear]]:
-    """The linears that this rank holds, with the Hugging Face name of what holds their parts, e.g. ``model.layers.0.mlp``."""
+    """Yields the linears that this rank holds, each with the Hugging Face name of what holds its parts.
+
+    Such a name is, for example, ``model.layers.0.mlp``.
+    """
     return _linears(model, _linears_of_each_expert)
 
 
 def adapted_linears(
     model: FrozenGPTModel, settings: AdapterSettings
 ) -> Iterator[tuple[str, FrozenLinear | CommonLinear]]:
-    """What can carry an adapter, named as in ``frozen_linears``; a layer's experts as one where they share theirs."""
+    """Yields what can carry an adapter, named as in ``frozen_linears``; experts that share theirs come as one."""
     return _linears(model, _linears_of_each_expert if settings.experts == "each" else _linears_that_experts_share)
 
 
 def plain_tensors(model: FrozenGPTModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """The base tensors that are never quantised, by checkpoint name: embeddings, norms, routers, head."""
+    """Yields the base tensors that are never quantised, by checkpoint name: embeddings, norms, routers, head."""
     embedding = f"{model.checkpoint_prefix}model.embed_tokens.weight"
     if model.pre_process:
         yield embedding, model.embedding.word_embeddings.weight
@@ -52,7 +55,10 @@ def plain_tensors(model: FrozenGPTModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def named_tensors(model: FrozenGPTModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every base tensor of this rank as it is stored, or its part, by checkpoint name; parts of a stacked linear as views."""
+    """Yields every base tensor of this rank as it is stored, or its part, by checkpoint name.
+
+    Parts of a stacked linear are views.
+    """
     yield from plain_tensors(model)
     for prefix, linear in frozen_linears(model):
         for part, stored in linear.stored_parts().items():

@@ -1,15 +1,16 @@
-"""Router replay: a mixture's routers take the experts that a record names for each token, in place of their own choice.
+"""In router replay, routers take the experts that a record names for each token, in place of their own choice.
 
-A record is verl's ``routed_experts``: ids of experts for every token of a sequence and every layer of the model, dense ones
-too. That of mode R3 is the server's, as SGLang reports it; R2's is made here while the old log-probs are computed. Weights
-are always those that the trainer's own scores give these experts.
+A record is verl's ``routed_experts``: ids of experts for every token of a sequence and every layer of the model, dense
+ones too. That of mode R3 is the server's, as SGLang reports it; R2's is made here while the old log-probs are computed.
+Weights are always those that the trainer's own scores give these experts.
 
-A record has gaps: the server never ran the last token that it generated, verl fills what is missing with zeros (that token,
-tokens of tools after the last generation, whole padding sequences), and dense layers have none. Experts of a token are
-distinct, so a row that names one twice is a gap, and the router chooses by itself there. That needs two experts a token.
+A record has gaps: the server never ran the last token that it generated, verl fills what is missing with zeros (that
+token, tokens of tools after the last generation, whole padding sequences), and dense layers have none. Experts of a
+token are distinct, so a row that names one twice is a gap, and the router chooses by itself there. That needs two
+experts a token.
 
-Dimension suffixes: N tokens of a micro-batch, sequence after sequence; T tokens that this rank's routers see, in their order;
-L layers of the model, K experts of a token.
+Dimension suffixes: N tokens of a micro-batch, sequence after sequence; T tokens that this rank's routers see, in their
+order; L layers of the model, K experts of a token.
 """
 
 import collections
@@ -29,7 +30,7 @@ MODE_KEY = "actor_rollout_ref.actor.megatron.router_replay.mode"
 
 
 def check_replay(mode: str, architecture: DecoderArchitecture) -> None:
-    """Hold a mode of router replay against a model.
+    """Holds a mode of router replay against a model.
 
     Raises:
         ValueError: the model has no routers, or its gaps cannot be told from ids.
@@ -46,10 +47,10 @@ def check_replay(mode: str, architecture: DecoderArchitecture) -> None:
 
 
 def token_places(input_ids: torch.Tensor, *, packed: bool, padded_length: int | None = None) -> torch.Tensor:
-    """Where the rows that this rank's routers see stand in the micro-batch: [T] int64, -1 for padding.
+    """Returns where the rows that this rank's routers see stand in the micro-batch, as [T] int64, -1 for padding.
 
-    The one place that knows how tokens are laid out: verl packs or pads these numbers as it does the tokens, and tensor-parallel
-    ranks divide the sequence.
+    This is the one place that knows how tokens are laid out: verl packs or pads these numbers as it does the tokens,
+    and tensor-parallel ranks divide the sequence.
 
     Args:
         input_ids: nested, the sequences of the micro-batch.
@@ -69,7 +70,7 @@ def token_places(input_ids: torch.Tensor, *, packed: bool, padded_length: int | 
 
 
 class RouterReplay:
-    """What the routers of one model are told, and what they say back.
+    """A `RouterReplay` holds what the routers of one model are told, and what they say back.
 
     Args:
         layers: Megatron-Core's, those that this rank holds.
@@ -87,7 +88,7 @@ class RouterReplay:
 
     @contextlib.contextmanager
     def through_backward(self) -> Iterator[None]:
-        """Around a whole batch: layers that are computed again in backward take the same experts once more.
+        """Makes layers that are computed again in backward take the same experts again; it goes around a whole batch.
 
         Their micro-batches come in the order of the forward passes, whatever the schedule.
         """
@@ -99,7 +100,7 @@ class RouterReplay:
 
     @contextlib.contextmanager
     def replaying(self, record: torch.Tensor, input_ids: torch.Tensor, places_T: torch.Tensor) -> Iterator[None]:
-        """In the body, which is a forward pass, routers take the recorded experts.
+        """Makes routers take the recorded experts in the body, which is a forward pass.
 
         Args:
             record: nested [sequence, token, L, K], an integer type.
@@ -123,12 +124,12 @@ class RouterReplay:
 
     @contextlib.contextmanager
     def recording(self, input_ids: torch.Tensor, places_T: torch.Tensor, records: list[torch.Tensor]) -> Iterator[None]:
-        """In the body, routers choose by themselves; their choice is appended to ``records`` when it ends.
+        """Lets routers choose by themselves in the body; their choice is appended to ``records`` when it ends.
 
         Args:
             input_ids, places_T: as for ``replaying``.
-            records: gets one nested int16 tensor on the CPU, as ``replaying`` takes it, of the layers that this rank holds;
-                verl joins those of the ranks.
+            records: gets one nested int16 tensor on the CPU, as ``replaying`` takes it, of the layers that this rank
+                holds; verl joins those of the ranks.
         """
         chosen: dict[int, torch.Tensor] = {}
 
@@ -149,10 +150,10 @@ class RouterReplay:
         records.append(torch.nested.nested_tensor_from_jagged(record_NLK.to("cpu", torch.int16), offsets.cpu()))
 
     def metrics(self) -> dict[str, float]:
-        """What this rank's routers replayed since the last call, over tokens and layers; empty when nothing was.
+        """Returns what this rank's routers replayed since the last call, over tokens and layers.
 
-        ``replayed`` is the share that had a record, ``other_choice`` the share of these for which the router itself
-        would have chosen another set of experts.
+        It is empty when nothing was replayed. ``replayed`` is the share that had a record, ``other_choice`` the share
+        of these for which the router itself would have chosen another set of experts.
         """
         counts = {name: int(count) for name, count in self._counts.items()}
         self._counts.clear()
@@ -174,7 +175,7 @@ class RouterReplay:
         return replayed.popleft()(own_TK) if replayed else own_TK
 
     def _by_token(self, record: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
-        """The record as [N, L, K]."""
+        """Returns the record as [N, L, K]."""
         sequences, lengths = record.unbind(), input_ids.offsets().diff().tolist()
         expected = [(length, self._num_layers, self._moe.top_k) for length in lengths]
         found = [tuple(sequence.shape) for sequence in sequences]
@@ -194,10 +195,10 @@ class RouterReplay:
 
 
 def _take(ids_TK: torch.Tensor, has_record_T: torch.Tensor, own_TK: torch.Tensor) -> torch.Tensor:
-    """The recorded ids of tokens that have a record, the router's own of others."""
+    """Returns the recorded ids of tokens that have a record, and the router's own of others."""
     return torch.where(has_record_T.unsqueeze(-1), ids_TK, own_TK)
 
 
 def _are_distinct(ids_TK: torch.Tensor) -> torch.Tensor:
-    """[T], whether the ids of a row are all different."""
+    """Says whether the ids of a row are all different, [T]."""
     return (ids_TK.sort(dim=-1).values.diff(dim=-1) != 0).all(dim=-1)

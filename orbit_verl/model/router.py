@@ -1,4 +1,4 @@
-"""Routers of the frozen base: which experts a token takes, with the served rounding.
+"""Routers of the frozen base say which experts a token takes, with the served rounding.
 
 Dimension suffixes: T tokens, K experts of a token, E experts, G groups, D hidden.
 """
@@ -13,11 +13,11 @@ from torch.nn import functional
 from orbit_kernels.families import MixtureOfExperts
 
 Override = Callable[[torch.Tensor], torch.Tensor]
-"""Makes of a router's own ids [T, K] those that are used."""
+"""An `Override` makes of a router's own ids [T, K] those that are used."""
 
 
 class FrozenRouter(nn.Module):
-    """Scores of all experts, then the best K (Qwen3-MoE).
+    """A `FrozenRouter` scores all experts and takes the best K (Qwen3-MoE).
 
     SGLang 0.5.12 keeps the weights in fp32 (layers/moe/topk.py::fused_topk_torch_native); transformers rounds them.
 
@@ -34,7 +34,7 @@ class FrozenRouter(nn.Module):
         self._override: Override | None = None
 
     def forward(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids [T, K] int64 and weights [T, K] fp32 of each token's experts."""
+        """Returns ids [T, K] int64 and weights [T, K] fp32 of each token's experts."""
         scores_TE = self._scores(functional.linear(x_TD, self.weight).float())
         ids_TK = self._choose(scores_TE)
         if self._override is not None:
@@ -46,7 +46,7 @@ class FrozenRouter(nn.Module):
 
     @contextlib.contextmanager
     def overridden_by(self, override: Override) -> Iterator[None]:
-        """In the body, the router uses the ids that ``override`` says."""
+        """Makes the router use the ids that ``override`` says in the body."""
         before, self._override = self._override, override
         try:
             yield
@@ -61,9 +61,9 @@ class FrozenRouter(nn.Module):
 
 
 class FrozenBiasedRouter(FrozenRouter):
-    """Chosen by a score with a bias that only balances load, among the best groups (DeepSeek-V3's ``noaux_tc``).
+    """A `FrozenBiasedRouter` chooses, in the best groups, by scores with a bias that only balances load.
 
-    A group counts by its two best experts (arXiv:2412.19437, section 2.1.2).
+    It is DeepSeek-V3's ``noaux_tc``. A group counts by its two best experts (arXiv:2412.19437, section 2.1.2).
     """
 
     def __init__(self, *, moe: MixtureOfExperts, hidden_size: int, dtype: torch.dtype):

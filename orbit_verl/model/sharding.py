@@ -1,4 +1,4 @@
-"""How tensor parallelism divides the linears of a decoder (arXiv:1909.08053, section 3), as SGLang divides them too.
+"""Tensor parallelism divides the linears of a decoder (arXiv:1909.08053, section 3) as SGLang divides them too.
 
 What reads the hidden state is divided by rows (Megatron's column parallelism), what writes to it by columns (row
 parallelism). The down-projections to latents are every rank's, and so are routed experts unless the run divides each.
@@ -18,7 +18,7 @@ from orbit_verl.model.tensors import ATTENTION_OUT, MLP_OUT, linear_formats, lin
 
 
 def linear_share(architecture: DecoderArchitecture, module: str, layout: ParallelLayout) -> Share:
-    """What a rank holds of a linear, by its Hugging Face name; ``check_tensor_parallel`` has been passed."""
+    """Returns what a rank holds of a linear, by its Hugging Face name; ``check_tensor_parallel`` has been passed."""
     rows, columns = linear_shape(architecture, module)
     leaf = module.rpartition(".")[2]
     if leaf in LATENTS or (EXPERTS in module and not layout.divides_each_expert):
@@ -29,7 +29,7 @@ def linear_share(architecture: DecoderArchitecture, module: str, layout: Paralle
 
 
 def check_tensor_parallel(architecture: DecoderArchitecture, sizes: ParallelSizes, adapter: AdapterConfig) -> None:
-    """Hold a size of tensor parallelism against a model, the formats of its weights and the adapter.
+    """Holds a size of tensor parallelism against a model, the formats of its weights and the adapter.
 
     Raises:
         ValueError: heads, vocabulary, a block of weights or a block of an adapter would be cut; names the first.
@@ -60,7 +60,7 @@ def check_tensor_parallel(architecture: DecoderArchitecture, sizes: ParallelSize
 
 
 def check_stages(architecture: DecoderArchitecture, sizes: ParallelSizes, adapter: AdapterConfig) -> None:
-    """Hold the stages of a pipeline against the adapter; ``ParallelSizes.check`` has been passed.
+    """Holds the stages of a pipeline against the adapter; ``ParallelSizes.check`` has been passed.
 
     Raises:
         ValueError: a stage has nothing to train.

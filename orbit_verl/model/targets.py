@@ -1,4 +1,4 @@
-"""What carries an adapter: a run's targets held against a model, and against what its servers have slots for."""
+"""This module holds a run's targets against a model, and against what its servers have slots for."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,10 @@ from orbit_verl.model.tensors import fused_linears, linear_shape
 
 
 def adapted_shapes(architecture: DecoderArchitecture, settings: AdapterSettings) -> dict[str, tuple[int, int]]:
-    """Rows and columns of everything that can carry an adapter, by name; what a layer's experts share has no number."""
+    """Returns rows and columns of everything that can carry an adapter, by name.
+
+    The name of what a layer's experts share has no number.
+    """
     named = without_expert if settings.experts == "common" else str
     return {
         named(f"{prefix}.{part}"): linear_shape(architecture, f"{prefix}.{part}")
@@ -21,7 +24,7 @@ def adapted_shapes(architecture: DecoderArchitecture, settings: AdapterSettings)
 
 
 def check_targets(architecture: DecoderArchitecture, settings: AdapterSettings) -> None:
-    """Hold the targets against the linears of a model.
+    """Holds the targets against the linears of a model.
 
     Raises:
         ValueError: a target matches no linear, or only some experts of a layer; the method cannot adapt a linear; or a
@@ -40,7 +43,7 @@ def check_targets(architecture: DecoderArchitecture, settings: AdapterSettings) 
 
 
 def check_served(adapter: AdapterConfig, modules: Iterable[str], device: str) -> None:
-    """Hold the targets against what a server on a device has slots for.
+    """Holds the targets against what a server on a device has slots for.
 
     Args:
         adapter: the run's.

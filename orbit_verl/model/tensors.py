@@ -1,4 +1,4 @@
-"""What the checkpoint of a decoder must hold: names, shapes, and the stored format of each linear."""
+"""This module says what the checkpoint of a decoder must hold: names, shapes, and the stored format of each linear."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ QUERY_UP, KEY_VALUE_UP = ("q_b_proj",), ("kv_b_proj",)
 
 
 def linear_shape(architecture: DecoderArchitecture, module: str) -> tuple[int, int]:
-    """Rows and columns of a linear by its Hugging Face name, e.g. ``model.layers.0.mlp.experts.3.up_proj``."""
+    """Returns rows and columns of a linear by its Hugging Face name, e.g. ``model.layers.0.mlp.experts.3.up_proj``."""
     hidden = architecture.hidden_size
     parent, _, leaf = module.rpartition(".")
     if parent.endswith(".self_attn"):
@@ -53,7 +53,7 @@ def _latent_shapes(architecture: DecoderArchitecture) -> dict[str, tuple[int, in
 
 
 def fused_format(architecture: DecoderArchitecture, prefix: str, parts: Sequence[str]) -> WeightFormat:
-    """The format of linears that are multiplied as one; unquantised ones have the dtype of the activations.
+    """Returns the format of linears that are multiplied as one; unquantised ones have the dtype of the activations.
 
     Args:
         architecture: the model.
@@ -68,7 +68,7 @@ def fused_format(architecture: DecoderArchitecture, prefix: str, parts: Sequence
 
 
 def linear_formats(architecture: DecoderArchitecture) -> dict[str, WeightFormat]:
-    """The format of every linear by its name, e.g. ``model.layers.0.mlp.up_proj``.
+    """Returns the format of every linear by its name, e.g. ``model.layers.0.mlp.up_proj``.
 
     Raises:
         ValueError: linears that are multiplied as one are stored in different formats.
@@ -81,7 +81,7 @@ def linear_formats(architecture: DecoderArchitecture) -> dict[str, WeightFormat]
 
 
 def expected_tensors(architecture: DecoderArchitecture) -> dict[str, TensorSpec]:
-    """Every stored tensor by checkpoint name; an unquantised one may be stored in a narrower dtype.
+    """Returns every stored tensor by checkpoint name; an unquantised one may be stored in a narrower dtype.
 
     Raises:
         ValueError: a linear has a shape that its format cannot store, or ``linear_formats`` refuses.
@@ -103,7 +103,7 @@ def expected_tensors(architecture: DecoderArchitecture) -> dict[str, TensorSpec]
 def open_checkpoint(
     architecture: DecoderArchitecture, folder: str | Path, held: Callable[[str], bool] = lambda module: True
 ) -> HFCheckpoint:
-    """The checkpoint, with every header and the scales of every held linear checked; no weight is read.
+    """Opens the checkpoint and checks every header and the scales of every held linear; no weight is read.
 
     Args:
         architecture: the model.
@@ -132,17 +132,17 @@ def _plain_spec(architecture: DecoderArchitecture, shape: tuple[int, ...]) -> Te
 
 
 def layer_name(architecture: DecoderArchitecture, layer: int) -> str:
-    """The Hugging Face name of a layer."""
+    """Returns the Hugging Face name of a layer."""
     return f"{architecture.prefix}model.layers.{layer}"
 
 
 def has_experts(architecture: DecoderArchitecture, layer: int) -> bool:
-    """Whether the MLP of a layer is a choice of experts."""
+    """Says whether the MLP of a layer is a choice of experts."""
     return architecture.moe is not None and layer in architecture.moe.layers
 
 
 def fused_linears(architecture: DecoderArchitecture) -> Iterator[tuple[str, Sequence[str]]]:
-    """Linears that are multiplied as one: the module that holds them, and their leaf names."""
+    """Yields the linears that are multiplied as one: the module that holds them, and their leaf names."""
     grouped_query, latent = (QKV, ATTENTION_OUT), (LATENTS, QUERY_UP, KEY_VALUE_UP, ATTENTION_OUT)
     attention = grouped_query if architecture.latent is None else latent
     for layer in range(architecture.num_layers):
@@ -177,7 +177,7 @@ def _plain_tensors(architecture: DecoderArchitecture) -> Iterator[tuple[str, Ten
 
 
 def _inner_norms(architecture: DecoderArchitecture) -> list[tuple[str, int]]:
-    """Norms inside of attention and their widths."""
+    """Returns the norms inside of attention and their widths."""
     if architecture.latent is not None:
         return [
             ("q_a_layernorm", architecture.latent.q_lora_rank),

@@ -1,1 +1,1 @@
-"""A new version on its way to the servers."""
+"""This package brings a new version to the servers."""

@@ -1,4 +1,4 @@
-"""verl's checkpoint engine ``orbit``: a step's adapter goes to every server's inactive slot and is then activated.
+"""verl's checkpoint engine ``orbit`` sends a step's adapter to every server's inactive slot and then activates it.
 
 Nothing is aborted, resubmitted or paused: servers keep generating while a version is staged.
 """
@@ -24,7 +24,7 @@ BACKEND = "orbit"
 
 @CheckpointEngineRegistry.register(BACKEND)
 class OrbitCheckpointEngine(CheckpointEngine):
-    """Sends adapters from the trainer's first rank; all other ranks only take part in gathering them.
+    """An `OrbitCheckpointEngine` sends adapters from the trainer's first rank; others only take part in gathering them.
 
     Args:
         bucket_size: verl's bucket in bytes; unused, an adapter is one payload.
@@ -38,12 +38,12 @@ class OrbitCheckpointEngine(CheckpointEngine):
         self._busy: dict[str, tuple[float, float]] = {}
 
     def connect(self, servers: list[str], slots: SlotSettings) -> None:
-        """Set the servers (``host:port``) of the next versions."""
+        """Sets the servers (``host:port``) of the next versions."""
         self._slots = slots
         self._publishers = [Publisher(server, slots.timeout_s, slots.attempts) for server in servers]
 
     async def send_weights(self, weights: Adapter, global_steps: int | None = None) -> dict[str, float]:
-        """Stage the adapter on every server, then activate it on every server.
+        """Stages the adapter on every server, then activates it on every server.
 
         Returns:
             The ``orbit/sync/*`` and ``orbit/version/served`` metrics; empty on other ranks than the first.
@@ -73,7 +73,10 @@ class OrbitCheckpointEngine(CheckpointEngine):
     async def _on_every_server[T: StagedAdapter | Activated](
         self, version: int, call: Callable[[Publisher], Awaitable[T]]
     ) -> list[T]:
-        """The answers of all servers. All have ended, well or not, before a failure is raised: nothing is left running."""
+        """Returns all servers' answers.
+
+        All have ended, well or not, before a failure is raised: nothing is left running.
+        """
         outcomes = await asyncio.gather(*map(call, self._publishers), return_exceptions=True)
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if not failures:
@@ -89,7 +92,10 @@ class OrbitCheckpointEngine(CheckpointEngine):
         raise SlotError(f"version {version} is active {where}: {'; '.join(map(str, failures))}")
 
     def _utilization(self, answers: list[Activated]) -> dict[str, float]:
-        """Share of the time since the last activation in which servers had requests: on average, and the idlest one's."""
+        """Returns the share of the time since the last activation in which servers had requests.
+
+        One metric is the average, the other the idlest server's.
+        """
         now, shares = time.perf_counter(), []
         for server, answer in zip(self._publishers, answers, strict=True):
             if server.address in self._busy:
@@ -104,27 +110,27 @@ class OrbitCheckpointEngine(CheckpointEngine):
         }
 
     def prepare(self) -> dict[str, Any]:
-        """Nothing to allocate."""
+        """Does nothing, since there is nothing to allocate."""
         return {}
 
     @classmethod
     def build_topology(cls, actor_wg_world_size, rollout_world_size, metadata):
-        """No process group: the servers are reached over HTTP."""
+        """Builds no process group: the servers are reached over HTTP."""
         return {}, {}
 
     def init_process_group(self, **kwargs):
-        """No process group."""
+        """Does nothing, since there is no process group."""
 
     def finalize(self):
-        """Nothing to free."""
+        """Does nothing, since there is nothing to free."""
 
     async def receive_weights(self, global_steps=None):
-        """Rollout workers receive nothing; the servers do."""
+        """Refuses, since rollout workers receive nothing; the servers do."""
         raise NotImplementedError("adapters reach the servers over HTTP, not through rollout workers")
 
 
 class OrbitCheckpointManager(CheckpointEngineManager):
-    """Moves versions from the trainer's workers to the replicas, without pausing them.
+    """An `OrbitCheckpointManager` moves versions from the trainer's workers to the replicas, without pausing them.
 
     Args:
         upstream: the manager that verl built; its workers and replicas are taken over.
@@ -141,7 +147,7 @@ class OrbitCheckpointManager(CheckpointEngineManager):
 
     @auto_await
     async def update_weights(self, global_steps: int | None = None) -> dict[str, float]:
-        """Publish the adapter after ``global_steps`` steps and return the sync's metrics.
+        """Publishes the adapter after ``global_steps`` steps and returns the sync's metrics.
 
         verl also calls this without steps, to wake replicas that slept while another model had the memory.
         """
@@ -163,7 +169,10 @@ class OrbitCheckpointManager(CheckpointEngineManager):
 
 
 class FrozenBaseRollout(BaseRollout):
-    """verl's per-worker rollout adapter, which would move weights and memory; a frozen base needs neither."""
+    """A `FrozenBaseRollout` replaces verl's per-worker rollout adapter, which moves weights and memory.
+
+    A frozen base needs neither.
+    """
 
     def __init__(self, config, model_config, device_mesh, replica_rank: int = -1):
         super().__init__(config, model_config, device_mesh)
@@ -171,13 +180,13 @@ class FrozenBaseRollout(BaseRollout):
         self.is_leader_rank = True
 
     async def resume(self, tags):
-        """The base stays resident."""
+        """Does nothing, since the base stays resident."""
 
     async def release(self):
-        """The base stays resident."""
+        """Does nothing, since the base stays resident."""
 
     async def update_weights(self, weights, **kwargs):
-        """Never called: ``OrbitCheckpointManager`` talks to the servers."""
+        """Refuses, since it is never called: ``OrbitCheckpointManager`` talks to the servers."""
         raise NotImplementedError("the base is frozen; adapters travel through the checkpoint engine 'orbit'")
 
 
@@ -186,7 +195,7 @@ _ROLLOUT_REGISTRY["sglang", "async"] = f"{__name__}.{FrozenBaseRollout.__name__}
 
 
 def _says_active(outcome: object, version: int) -> bool:
-    """Whether a server's answer, to a stage or an activation, says that the version is active."""
+    """Says whether a server's answer, to a stage or an activation, says that the version is active."""
     if isinstance(outcome, Activated):
         return outcome.active_version == version
     return isinstance(outcome, FilledSlot) and outcome.state == "active"

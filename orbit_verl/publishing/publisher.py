@@ -1,4 +1,4 @@
-"""How the trainer brings a version to one server: stage and activate, tried again inside one deadline."""
+"""The trainer brings a version to one server here: it stages and activates it, and tries again inside one deadline."""
 
 import asyncio
 import time
@@ -19,11 +19,11 @@ WAITS_FOR_THE_SLOT = (ErrorCode.SLOT_IN_USE, ErrorCode.STAGING_IN_PROGRESS)
 
 
 class SlotError(RuntimeError):
-    """A server refused a version or did not answer in time; holds the server's own text."""
+    """A `SlotError` says that a server refused a version or did not answer in time; it holds the server's own text."""
 
 
 class Publisher:
-    """Brings versions to the slots of one server.
+    """A `Publisher` brings versions to the slots of one server.
 
     Args:
         address: ``host:port`` of the SGLang server.
@@ -39,7 +39,7 @@ class Publisher:
         self._attempts = attempts
 
     async def stage(self, version: int, payload: bytes, digest: str) -> StagedAdapter:
-        """Put a version into the inactive slot and check that what arrived is what was sent; done if a slot holds it already.
+        """Puts a version into the inactive slot, unless a slot holds it already, and checks that it arrived as sent.
 
         Raises:
             SlotError: refused, unreachable until the deadline, or the digests differ.
@@ -56,7 +56,7 @@ class Publisher:
         return answer
 
     async def activate(self, version: int, inflight: InflightMode) -> Activated:
-        """Make a staged version the active one at the next batch boundary.
+        """Makes a staged version the active one at the next batch boundary.
 
         Raises:
             SlotError: refused, or unreachable until the deadline.
@@ -70,7 +70,7 @@ class Publisher:
     async def _until_done[T](
         self, route: Route, call: Callable[[float], Awaitable[T]], done: Callable[[Status], T | None]
     ) -> T:
-        """Call until it succeeds, cannot succeed, or the deadline is near.
+        """Calls until it succeeds, cannot succeed, or the deadline is near.
 
         Args:
             route: what is called, for the error.
@@ -102,12 +102,12 @@ class Publisher:
 
 
 def _is_failure(error: CallError) -> bool:
-    """Whether the server or the way to it broke down, which another try may find repaired."""
+    """Says whether the server or the way to it broke down, which another try may find repaired."""
     return error.status is None or error.status >= 500
 
 
 def _activated(status: Status, version: int) -> Activated | None:
-    """What the activation of a version answered, as far as a later status tells."""
+    """Returns what the activation of a version answered, as far as a later status tells."""
     if status.active_version != version:
         return None
     return Activated(

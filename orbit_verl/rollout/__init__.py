@@ -1,1 +1,1 @@
-"""verl's rollout actors: agent loops, and the SGLang server with slots."""
+"""This package holds verl's rollout actors: agent loops, and the SGLang server with slots."""

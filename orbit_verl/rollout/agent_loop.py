@@ -1,4 +1,4 @@
-"""verl's agent loops with a seed for every sample, so that a run can be repeated token by token."""
+"""This module gives every sample of verl's agent loops a seed, so that a run can be repeated token by token."""
 
 import hashlib
 from typing import Any
@@ -8,13 +8,13 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 
 
 def sample_seed(run_seed: int, step: int, prompt: Any, session: int) -> int:
-    """A seed below 2**31 for one sample: the same in every run that submits the same prompt at the same step."""
+    """Returns one sample's seed below 2**31, the same in every run that submits the same prompt at the same step."""
     digest = hashlib.sha256(f"{run_seed}/{step}/{prompt}/{session}".encode()).digest()
     return int.from_bytes(digest[:4], "little") >> 1
 
 
 class OrbitAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
-    """verl's worker; ``orbit.seed`` reaches the server as ``sampling_seed``."""
+    """An `OrbitAgentLoopWorker` is verl's worker whose ``orbit.seed`` reaches the server as ``sampling_seed``."""
 
     async def _run_agent_loop(
         self, sampling_params: dict[str, Any], trajectory: dict[str, Any], *, session_id: int, **prompt
@@ -25,7 +25,7 @@ class OrbitAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
 
 
 class OrbitAgentLoopManager(AgentLoopManagerTQ):
-    """verl's manager with ``OrbitAgentLoopWorker``; in use when ``orbit.seed`` is set."""
+    """An `OrbitAgentLoopManager` is verl's with ``OrbitAgentLoopWorker``; it is in use when ``orbit.seed`` is set."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

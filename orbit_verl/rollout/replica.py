@@ -1,4 +1,4 @@
-"""verl's SGLang replica with adapter slots: version spans per sample, a base that stays resident, no aborted samples."""
+"""verl's SGLang replica gets slots: samples have version spans, the base stays resident, aborted samples drop out."""
 
 import base64
 from typing import Any
@@ -21,18 +21,21 @@ RECORD_KEY = "routed_experts"
 
 
 class RejectedSample(RuntimeError):
-    """A reply that must not be trained on: verl counts its session as failed, and replaces a group of which none is left."""
+    """A `RejectedSample` is a reply that must not be trained on.
+
+    verl counts its session as failed, and replaces a group of which none is left.
+    """
 
 
 class OrbitHttpServer(SGLangHttpServer):
-    """The Ray actor that runs an SGLang server with slots."""
+    """An `OrbitHttpServer` is the Ray actor that runs an SGLang server with slots."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self._replies: dict[str, dict[str, Any] | None] = {}
 
     async def launch_server(self, master_address: str | None = None, master_port: int | None = None):
-        """Start the server; SGLang's plugins first, since verl builds ServerArgs before SGLang would load them."""
+        """Loads SGLang's plugins, then starts the server: verl builds ServerArgs before SGLang would load them."""
         require_applied(Process.ROLLOUT)
         load_plugins()
         if ENABLE_FLAG not in ServerArgs.__dataclass_fields__:
@@ -41,7 +44,7 @@ class OrbitHttpServer(SGLangHttpServer):
         self._keep_replies()
 
     def _keep_replies(self) -> None:
-        """Keep each reply until ``generate`` has read it: verl passes on neither versions nor the reason of an abort."""
+        """Keeps each reply until ``generate`` has read it: verl passes on neither versions nor an abort's reason."""
 
         async def generate_request(request, *args, **kwargs):
             async for reply in upstream(request, *args, **kwargs):
@@ -53,7 +56,7 @@ class OrbitHttpServer(SGLangHttpServer):
         upstream = GENERATE_REQUEST.replace_on(self.tokenizer_manager, generate_request)
 
     def _decode_record(self, meta_info: dict[str, Any]) -> None:
-        """The experts that the server recorded, as verl expects them.
+        """Decodes the experts that the server recorded, as verl expects them.
 
         verl 0.9.1 asks for a tensor (``async_sglang_server.py::SGLangHttpServer.generate``), SGLang 0.5.12 gives base64
         (``tokenizer_manager.py::TokenizerManager._handle_batch_output``).
@@ -65,7 +68,7 @@ class OrbitHttpServer(SGLangHttpServer):
             )
 
     async def generate(self, prompt_ids, sampling_params: dict[str, Any], request_id: str, **kwargs) -> TokenOutput:
-        """Generate, and report the adapter version of every token.
+        """Generates, and reports the adapter version of every token.
 
         Raises:
             RejectedSample: aborted, or tokens, log-probs and recorded experts do not match one to one.
@@ -91,16 +94,16 @@ class OrbitHttpServer(SGLangHttpServer):
         return output
 
     async def sleep(self):
-        """Free the KV cache; the frozen base stays."""
+        """Frees the KV cache; the frozen base stays."""
         await self.release_kv_cache()
 
     async def wake_up(self):
-        """Take the KV cache back."""
+        """Takes the KV cache back."""
         await self.resume_kv_cache()
 
 
 def check_reply(reply: dict[str, Any] | None, expects_log_probs: bool) -> None:
-    """Refuse a reply that was cut short or whose log-probs do not pair with its tokens.
+    """Refuses a reply that was cut short or whose log-probs do not pair with its tokens.
 
     Raises:
         RejectedSample: with the reason.
@@ -119,13 +122,13 @@ def check_reply(reply: dict[str, Any] | None, expects_log_probs: bool) -> None:
 
 
 def decode_record(encoded: str, num_layers: int, top_k: int) -> torch.Tensor:
-    """SGLang's record of a request: int16 [tokens, layers, experts of a token]."""
+    """Decodes SGLang's record of a request to int16 [tokens, layers, experts of a token]."""
     ids = np.frombuffer(base64.b64decode(encoded), dtype=np.int32).reshape(-1, num_layers, top_k)
     return torch.from_numpy(ids.astype(np.int16))
 
 
 def check_record(reply: dict[str, Any], prompt_length: int) -> None:
-    """Refuse a reply whose record of experts does not pair with its tokens: all but the last have been through the model.
+    """Refuses a reply whose record of experts does not pair with its tokens: all but the last went through the model.
 
     Raises:
         RejectedSample: with the reason.
@@ -137,7 +140,7 @@ def check_record(reply: dict[str, Any], prompt_length: int) -> None:
 
 
 class OrbitReplica(SGLangReplica):
-    """A replica whose server has adapter slots."""
+    """An `OrbitReplica` is a replica whose server has adapter slots."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

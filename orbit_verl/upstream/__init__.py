@@ -1,1 +1,1 @@
-"""Changes to verl: how one is made once its module is imported, and the ledger that proves all of them."""
+"""Each change to verl is made once its module is imported, and a ledger proves all of them."""

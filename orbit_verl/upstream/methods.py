@@ -1,4 +1,4 @@
-"""Methods of verl and SGLang that are replaced on instances while a run goes on."""
+"""This module names the methods of verl and SGLang that are replaced on instances while a run goes on."""
 
 from orbit_kernels.upstream.ledger import Method
 

@@ -1,1 +1,1 @@
-"""The trainer's worker: the engine, its adapter, optimiser and checkpoints."""
+"""This package is the trainer's worker: the engine, its adapter, optimiser and checkpoints."""

@@ -1,4 +1,4 @@
-"""The trainer's Ray worker: verl's actor worker with an adapter to publish, snapshot and swap."""
+"""The trainer's Ray worker is verl's actor worker with an adapter to publish, snapshot and swap."""
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,10 @@ from orbit_verl.worker.memory import PeakMeter, resident_bytes
 
 
 class OrbitActorWorker(DetachActorWorker):
-    """Holds the engine of ``trainer.strategy=orbit``; the reference policy is the same engine with the adapter off."""
+    """An `OrbitActorWorker` holds the engine of ``trainer.strategy=orbit``.
+
+    The reference policy is the same engine with the adapter off.
+    """
 
     MAX_PUBLISHED = 8
 
@@ -38,23 +41,23 @@ class OrbitActorWorker(DetachActorWorker):
 
     @property
     def copy_handler(self):
-        """verl's hook to save a policy (here: the adapter) before others are evaluated."""
+        """Returns verl's hook to save a policy (here the adapter) before others are evaluated."""
         return lambda module: self.actor.engine.snapshot_adapter()
 
     @property
     def restore_handler(self):
-        """verl's hook to bring a saved policy back."""
+        """Returns verl's hook to bring a saved policy back."""
         return lambda module, snapshot: self.actor.engine.restore_adapter(snapshot)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def update_actor(self, data):
-        """verl's update of the policy, with its memory peak measured."""
+        """Does verl's update of the policy, and measures its memory peak."""
         with self._update_peak.measure():
             return super().update_actor(data)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto"):
-        """Publish the adapter as the version of ``global_steps``; returns metrics on the sending rank."""
+        """Publishes the adapter as the version of ``global_steps``; returns metrics on the sending rank."""
         engine = self.actor.engine
         self._published[version_of(global_steps)] = engine.snapshot_adapter()
         while len(self._published) > self.MAX_PUBLISHED:
@@ -69,32 +72,33 @@ class OrbitActorWorker(DetachActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None):
-        """verl's checkpoint, labelled with the version that these steps become when they are published."""
+        """Saves verl's checkpoint, labelled with the version that these steps become when they are published."""
         self.actor.engine.adapter_version = version_of(global_step)
         super().save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def base_manifest(self, cuts: Mapping[str, Sequence[Cut]]) -> BaseManifest:
-        """Formats and digests of the frozen tensors of all ranks, some in parts; see ``OrbitEngine.base_manifest``."""
+        """Returns formats and digests of all ranks' frozen tensors, some in parts, as ``OrbitEngine.base_manifest``."""
         return self.actor.engine.base_manifest(cuts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_adapter(self, folder: str) -> None:
-        """Write the adapter as peft saves it, from the first rank."""
+        """Writes the adapter as peft saves it, from the first rank."""
         adapter = self.actor.engine.export_adapter(everywhere=False)
         if self.rank == 0:
             write_peft_folder(adapter, folder)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def published_versions(self) -> list[int]:
-        """Versions whose adapters are still held, oldest first."""
+        """Returns the versions whose adapters are still held, oldest first."""
         return list(self._published)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def use_published(self, version: int) -> None:
-        """Evaluate a published version until ``use_current``.
+        """Puts a published version in place of the trained one, to evaluate it until ``use_current``.
 
-        What the server recorded (R3) is that version's; what the trainer recorded (R2) is the current one's, and is left.
+        What the server recorded (R3) is that version's; what the trainer recorded (R2) is the current one's, and is
+        left.
         """
         self.enable_routing_replay = self._replay_mode == "R3"
         self._current = self.actor.engine.snapshot_adapter()
@@ -102,7 +106,7 @@ class OrbitActorWorker(DetachActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def use_current(self) -> None:
-        """Go back to the adapter that is being trained."""
+        """Goes back to the adapter that is being trained."""
         self.enable_routing_replay = self._replay_mode != "disabled"
         self.actor.engine.restore_adapter(self._current)
         self._current = None

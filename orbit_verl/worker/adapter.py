@@ -1,4 +1,4 @@
-"""The trained part of the policy: one adapter over all frozen linears of a model.
+"""The trained part of the policy is one adapter over all frozen linears of a model.
 
 A rank holds the tensors that belong to its layers and experts and to its share of each linear. What leaves or enters a
 process is the whole adapter: ``whole``, ``export`` and ``load``; snapshots are of what the rank holds.
@@ -33,13 +33,13 @@ PEFT_CONFIG_FILE = "adapter_config.json"
 PEFT_WEIGHTS_FILE = "adapter_model.safetensors"
 
 ORTHOGONALITY_LIMIT = 0.05
-"""Orthogonality error past which a warning is logged; the five-term series reaches it at a block norm of about 0.37."""
+"""Past this orthogonality error a warning is logged; the five-term series reaches it at a block norm of about 0.37."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class TrainerAdapter:
-    """The adapter over the frozen linears of a model.
+    """A `TrainerAdapter` is the adapter over the frozen linears of a model.
 
     ``OrbitEngineConfig.check`` has been passed.
 
@@ -72,35 +72,38 @@ class TrainerAdapter:
             self._attach(prefix, linear, settings)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's trained tensors by peft's name; one that several parts share goes by its first part's name."""
+        """Returns this rank's trained tensors by peft's name; one that parts share goes by its first part's name."""
         return dict(self._tensors)
 
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the whole tensors of all ranks, as ``named_parameters`` of a rank that held everything would name them."""
+        """Returns the shapes of the whole tensors of all ranks.
+
+        Their names are those of ``named_parameters`` on a rank that held everything.
+        """
         return dict(self._whole_shapes)
 
     @property
     def num_bytes(self) -> int:
-        """Size of this rank's trained tensors. A file of peft's is larger when parts share one."""
+        """Returns the size of this rank's trained tensors; a file of peft's is larger when parts share one."""
         return sum(parameter.nbytes for parameter in self.named_parameters().values())
 
     def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Copies of all ranks' tensors by ``named_parameters``' names; all ranks iterate."""
+        """Yields copies of all ranks' tensors by ``named_parameters``' names; all ranks iterate."""
         return whole_tensors(self._tensors, lambda name: {name: self._tensors[name]}, self._whole_shapes, self._layout)
 
     def whole_of_parts(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same under all of peft's names: a copy that parts share goes by each part's."""
+        """Yields the same under all of peft's names: a copy that parts share goes by each part's."""
         for name, tensor in self.whole():
             for part in self.config.tied_names(name) if self.tied else (name,):
                 yield part, tensor
 
     def export(self) -> Adapter:
-        """A copy of the whole adapter, on every rank; later training does not change it."""
+        """Returns a copy of the whole adapter, on every rank; later training does not change it."""
         return Adapter(dict(self.whole()), self.config, self.tied)
 
     @torch.no_grad()
     def load(self, adapter: Adapter) -> None:
-        """Replace the trained tensors by those of a whole adapter, of which each rank takes its own.
+        """Replaces the trained tensors by those of a whole adapter, of which each rank takes its own.
 
         Raises:
             ValueError: ``check`` refuses; nothing is changed then.
@@ -111,7 +114,7 @@ class TrainerAdapter:
             tensor.copy_(self._layout.tensor.own(whole[name], tensor.shape))
 
     def check(self, adapter: Adapter) -> None:
-        """Hold a whole adapter against the model and the run's settings.
+        """Holds a whole adapter against the model and the run's settings.
 
         Raises:
             ValueError: another configuration or dtype, parts that share a tensor differ, or ``Adapter.check`` refuses.
@@ -126,7 +129,7 @@ class TrainerAdapter:
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
-        """Run the body on the frozen base, bit for bit; the adapter is back afterwards even when the body raises."""
+        """Runs the body on the frozen base, bit for bit; the adapter is back afterwards even when the body raises."""
         before = [linear.adapter_enabled for linear in self._linears]
         for linear in self._linears:
             linear.adapter_enabled = False
@@ -138,7 +141,7 @@ class TrainerAdapter:
 
     @contextlib.contextmanager
     def replaced_by(self, snapshot: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Run the body with a snapshot's tensors; the own ones are back afterwards even when the body raises."""
+        """Runs the body with a snapshot's tensors; the own ones are back afterwards even when the body raises."""
         own = self.snapshot()
         self.restore(snapshot)
         try:
@@ -147,12 +150,12 @@ class TrainerAdapter:
             self.restore(own)
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """Clones of this rank's tensors by ``named_parameters``' names; on a CPU too, where ``.cpu()`` would alias."""
+        """Clones this rank's tensors by ``named_parameters``' names, on a CPU too, where ``.cpu()`` would alias."""
         return {name: parameter.detach().clone() for name, parameter in self.named_parameters().items()}
 
     @torch.no_grad()
     def restore(self, snapshot: Mapping[str, torch.Tensor]) -> None:
-        """Put the tensors of ``snapshot`` back.
+        """Puts the tensors of ``snapshot`` back.
 
         Raises:
             ValueError: the snapshot is of another adapter.
@@ -167,7 +170,7 @@ class TrainerAdapter:
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:
-        """Metrics of the method over all ranks' tensors; all ranks call it.
+        """Returns metrics of the method over all ranks' tensors; all ranks call it.
 
         OFT's is the largest orthogonality error, about which a warning is logged past the limit.
         """
@@ -209,7 +212,7 @@ class TrainerAdapter:
             self._tensors[self._owner(tensor_name(f"{prefix}.{part}", leaf))] = tensor
 
     def _owner(self, name: str) -> str:
-        """The name under which a tensor is trained: that of the first part with which it is shared."""
+        """Returns the name under which a tensor is trained, which is that of the first part with which it is shared."""
         return self.config.tied_names(name)[0] if self.tied else name
 
     def _check_values(self, adapter: Adapter) -> None:
@@ -226,7 +229,7 @@ class TrainerAdapter:
 
 
 def read_peft_folder(folder: str | Path) -> Adapter:
-    """An adapter as peft saves it.
+    """Reads an adapter as peft saves it.
 
     Raises:
         ValueError: a file is missing or not a safetensors file, or the configuration is not one that the slots hold.
@@ -245,7 +248,7 @@ def read_peft_folder(folder: str | Path) -> Adapter:
 
 
 def write_peft_folder(adapter: Adapter, folder: str | Path) -> None:
-    """Write ``adapter`` as peft saves it; creates the folder."""
+    """Writes ``adapter`` as peft saves it, and creates the folder."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / PEFT_CONFIG_FILE).write_text(adapter.config.to_peft_json())
@@ -253,13 +256,16 @@ def write_peft_folder(adapter: Adapter, folder: str | Path) -> None:
 
 
 def _generator(seed: int, module: str) -> torch.Generator:
-    """The same for a linear whatever other linears, ranks or layers there are."""
+    """Returns a generator that is the same for a linear whatever other linears, ranks or layers there are."""
     digest = hashlib.sha256(f"{seed}/{module}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
 
 def _what_differs(left: Mapping[str, Any], right: Mapping[str, Any]) -> tuple[str, str]:
-    """The entries of each that the other has not, as JSON; of two methods their names, as the rest follows from these."""
+    """Returns the entries of each that the other has not, as JSON.
+
+    Of two methods it returns their names, as the rest follows from these.
+    """
     if left["peft_type"] != right["peft_type"]:
         left, right = ({"peft_type": one["peft_type"]} for one in (left, right))
     return tuple(

@@ -1,4 +1,4 @@
-"""What the live base is, to the bit, over all ranks that hold it together."""
+"""This module says what the live base is, to the bit, over all ranks that hold it together."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -17,7 +17,7 @@ from orbit_verl.worker.gathering import gather_objects, whole_tensor
 def base_manifest(
     model: FrozenGPTModel, architecture: DecoderArchitecture, cuts: Mapping[str, Sequence[Cut]] | None = None
 ) -> BaseManifest:
-    """The format of each linear but the routers, and dtype, shape and digest of each tensor; all ranks call it.
+    """Returns the format of each linear but the routers, and dtype, shape and digest of each tensor; all ranks call it.
 
     A tensor that ranks divide is put together to be digested, one at a time.
 

@@ -1,12 +1,13 @@
-"""Save and resume a training state: safetensors and JSON only, so that reading a checkpoint executes nothing.
+"""A training state is saved as safetensors and JSON only, so that reading a checkpoint executes nothing.
 
 <folder>/adapter/                    peft's own format; loads anywhere
 <folder>/optimizer.safetensors       fp32 masters, moments, step counts
 <folder>/rng_rank_<r>.safetensors    random-number states of rank r
-<folder>/state.json                  scheduler, version, global step, number of ranks, digest of the base, of the reference
+<folder>/state.json                  scheduler, version, global step, number of ranks, digests of base and reference
 
-Adapter and optimiser state are whole, under peft's names, however the ranks divided them: another number of ranks, or another
-way to divide the model, resumes with the same bits. Random-number states belong to ranks and are then left as they are.
+Adapter and optimiser state are whole, under peft's names, however the ranks divided them: another number of ranks, or
+another way to divide the model, resumes with the same bits. Random-number states belong to ranks and are then left as
+they are.
 """
 
 import dataclasses
@@ -36,7 +37,7 @@ _ADAPTER, _OPTIMIZER, _STATE = "adapter", "optimizer.safetensors", "state.json"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingState:
-    """What a checkpoint holds.
+    """A `TrainingState` is what a checkpoint holds.
 
     Args:
         adapter: the policy, whole; only the first rank's is written.
@@ -62,7 +63,7 @@ class TrainingState:
 
 
 def check_contents(config: CheckpointConfig) -> None:
-    """Hold verl's names of what is saved and loaded against what there is.
+    """Holds verl's names of what is saved and loaded against what there is.
 
     Raises:
         ValueError: another name, or no adapter (``model``).
@@ -76,7 +77,7 @@ def check_contents(config: CheckpointConfig) -> None:
 
 
 def save(folder: str | Path, state: TrainingState) -> None:
-    """Write a checkpoint; every rank calls it. The folder appears complete or not at all, replacing an older one."""
+    """Writes a checkpoint; every rank calls it. The folder appears complete or not at all; it replaces an older one."""
     folder = Path(folder)
     partial = folder.with_name(f".{folder.name}.partial")
     if dist.get_rank() == 0:
@@ -96,7 +97,7 @@ def save(folder: str | Path, state: TrainingState) -> None:
 
 
 def load(folder: str | Path) -> TrainingState:
-    """Read a checkpoint.
+    """Reads a checkpoint.
 
     Raises:
         ValueError: the folder is missing or incomplete, or a file is not what ``save`` writes (a pickle, for instance).
@@ -113,7 +114,7 @@ def load(folder: str | Path) -> TrainingState:
 
 
 def rng_state() -> dict[str, torch.Tensor]:
-    """States of Python's, NumPy's, torch's and, where present, CUDA's generators, as tensors."""
+    """Returns the states of Python's, NumPy's, torch's and, where present, CUDA's generators, as tensors."""
     _, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state()
     states = {
@@ -130,7 +131,7 @@ def rng_state() -> dict[str, torch.Tensor]:
 
 
 def set_rng_state(states: Mapping[str, torch.Tensor]) -> None:
-    """Restore what ``rng_state`` returned."""
+    """Restores what ``rng_state`` returned."""
     gauss = states["python_gauss"].tolist()
     random.setstate((3, tuple(states["python"].tolist()), gauss[0] if gauss else None))
     position, has_gauss = states["numpy_position"].tolist()
@@ -142,13 +143,13 @@ def set_rng_state(states: Mapping[str, torch.Tensor]) -> None:
 
 
 class Retention:
-    """Deletes this process's older checkpoints beyond a number to keep."""
+    """A `Retention` deletes this process's older checkpoints beyond a number to keep."""
 
     def __init__(self):
         self._saved: list[Path] = []
 
     def saved(self, folder: str | Path, max_to_keep: int | None) -> None:
-        """Note a new checkpoint; delete the oldest ones when ``max_to_keep`` is a positive number."""
+        """Notes a new checkpoint, and deletes the oldest ones when ``max_to_keep`` is a positive number."""
         self._saved = [path for path in self._saved if path != Path(folder)] + [Path(folder)]
         if not max_to_keep or max_to_keep < 0:
             return
@@ -189,7 +190,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _read_rng(folder: Path, num_ranks: int) -> dict[str, torch.Tensor]:
-    """This rank's; nothing when those of one rank are missing, so that all ranks refuse alike."""
+    """Returns this rank's states, and nothing when those of one rank are missing, so that all ranks refuse alike."""
     files = [folder / _rng_file(rank) for rank in range(num_ranks)]
     if num_ranks != dist.get_world_size() or not all(file.exists() for file in files):
         return {}

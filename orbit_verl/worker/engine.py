@@ -1,4 +1,4 @@
-"""verl's Megatron engine with a frozen base and a trained adapter.
+"""Orbit's engine is verl's Megatron engine with a frozen base and a trained adapter.
 
 Everything that computes (schedule, packing, log-probs, entropy) is verl's; what is built, stepped, saved and exported
 is the adapter's.
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @EngineRegistry.register(model_type="language_model", backend="orbit", device=["cpu", "cuda"])
 class OrbitEngine(MegatronEngineWithLMHead):
-    """Trains an adapter over a frozen base model, with data, tensor, pipeline and expert parallelism.
+    """An `OrbitEngine` trains an adapter over a frozen base model, with data, tensor, pipeline and expert parallelism.
 
     Ranks that divide the model between them gather in ``export_adapter``, ``get_per_tensor_param``, ``base_manifest``,
     ``base_digest`` and ``save_checkpoint``: all ranks call these, in the same order.
@@ -73,7 +73,7 @@ class OrbitEngine(MegatronEngineWithLMHead):
         self._retention = checkpoint.Retention()
 
     def initialize(self) -> None:
-        """Build model, adapter and, unless the engine only infers, optimiser and scheduler.
+        """Builds model, adapter and, unless the engine only infers, optimiser and scheduler.
 
         Raises:
             ValueError: the model folder, its configuration or the adapter's settings are refused.
@@ -100,17 +100,17 @@ class OrbitEngine(MegatronEngineWithLMHead):
         self.to("cpu", model=self._is_offload_param, optimizer=self._is_offload_optimizer, grad=self._is_offload_param)
 
     def optimizer_zero_grad(self) -> None:
-        """Drop the adapter's gradients."""
+        """Drops the adapter's gradients."""
         self.optimizer.zero_grad()
 
     def optimizer_step(self) -> float:
-        """Update the adapter; see ``AdapterOptimizer.step``. Returns the gradient norm before clipping."""
+        """Updates the adapter (see ``AdapterOptimizer.step``) and returns the gradient norm before clipping."""
         return self.optimizer.step()
 
     def forward_step(
         self, batch_iter: Iterator[TensorDict], model, logits_processor_func, postprocess_micro_batch_func
     ):
-        """verl's forward step, with the batch's experts where they are replayed (``orbit_verl.model.replay``).
+        """Does verl's forward step, with the batch's experts where they are replayed (``orbit_verl.model.replay``).
 
         On a CPU, attention rounds as it did in the server (``orbit_verl.model.attention``).
         """
@@ -121,14 +121,14 @@ class OrbitEngine(MegatronEngineWithLMHead):
             return super().forward_step(*arguments)
 
     def forward_backward_batch(self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False):
-        """verl's; the reference policy routes by itself."""
+        """Does what verl's engine does, but the reference policy routes by itself."""
         if self._is_reference:
             tu.assign_non_tensor(data, enable_routing_replay=False)
         with self.replay.through_backward():
             return super().forward_backward_batch(data, loss_function, forward_only)
 
     def _routing(self, batch: TensorDict) -> contextlib.AbstractContextManager[None]:
-        """Replay, record or nothing, as verl asks for with this micro-batch."""
+        """Replays, records or does neither, as verl asks for with this micro-batch."""
         if not tu.get_non_tensor_data(batch, key="enable_routing_replay", default=False):
             return contextlib.nullcontext()
         input_ids = batch["input_ids"]
@@ -149,7 +149,7 @@ class OrbitEngine(MegatronEngineWithLMHead):
         return self.replay.replaying(record, input_ids, places_T)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """Move base and adapter, or the optimiser's masters, gradients and moments; nothing moves on a CPU."""
+        """Moves base and adapter, or the optimiser's masters, gradients and moments; nothing moves on a CPU."""
         BaseEngine.to(self, device=device, model=model, optimizer=optimizer, grad=grad)
         target = torch.device("cpu") if device == "cpu" else torch.device(get_device_id())
         if model:
@@ -160,7 +160,7 @@ class OrbitEngine(MegatronEngineWithLMHead):
 
     @contextlib.contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """The reference policy while the context lasts: the base, or the adapter that the run started from.
+        """Makes the engine the reference policy in the body: the base, or the adapter that the run started from.
 
         It chooses its experts itself, whatever is replayed for the policy that is trained.
         """
@@ -172,32 +172,33 @@ class OrbitEngine(MegatronEngineWithLMHead):
             self._is_reference = False
 
     def export_adapter(self, *, everywhere: bool = True) -> Adapter:
-        """A copy of the whole adapter.
+        """Returns a copy of the whole adapter.
 
         Args:
-            everywhere: whether every rank gets it. Otherwise the first rank does, on the CPU, and others get no tensors.
+            everywhere: whether every rank gets it. Otherwise the first rank does, on the CPU, and others get no
+                tensors.
         """
         if everywhere:
             return self.adapter.export()
         return Adapter(_on_first_rank(self.adapter.whole()), self.adapter.config, self.adapter.tied)
 
     def get_per_tensor_param(self, **_verl: Any) -> tuple[Iterator[tuple[str, torch.Tensor]], dict[str, Any]]:
-        """Copies of the whole adapter as (peft name, tensor), made as they are taken, and peft's configuration.
+        """Returns copies of the whole adapter as (peft name, tensor), made as they are taken, and peft's configuration.
 
         A copy that parts share comes under each part's name. All ranks take them to the end. The base never travels.
         """
         return self.adapter.whole_of_parts(), self.adapter.config.to_peft()
 
     def snapshot_adapter(self) -> dict[str, torch.Tensor]:
-        """Clones of this rank's trained tensors, for ``restore_adapter``; masters and moments are not part of it."""
+        """Clones this rank's trained tensors, for ``restore_adapter``; masters and moments are not part of it."""
         return self.adapter.snapshot()
 
     def restore_adapter(self, snapshot: Mapping[str, torch.Tensor]) -> None:
-        """Put the tensors of ``snapshot_adapter`` back; the optimiser keeps training from its own masters."""
+        """Puts the tensors of ``snapshot_adapter`` back; the optimiser keeps training from its own masters."""
         self.adapter.restore(snapshot)
 
     def base_manifest(self, cuts: Mapping[str, Sequence[Cut]] | None = None) -> BaseManifest:
-        """Formats of the linears and digests of the live frozen tensors, as they are stored, over all ranks that divide them.
+        """Returns formats of the linears and digests of the live frozen tensors, as stored, of all ranks together.
 
         Args:
             cuts: names of tensors that are to be digested in parts, and the parts.
@@ -206,7 +207,7 @@ class OrbitEngine(MegatronEngineWithLMHead):
         return base_manifest(model, self._architecture, cuts)
 
     def base_digest(self) -> str:
-        """SHA-256 over the manifest of the live base."""
+        """Returns the SHA-256 over the manifest of the live base."""
         return self.base_manifest().digest
 
     @functools.cached_property
@@ -222,7 +223,7 @@ class OrbitEngine(MegatronEngineWithLMHead):
         max_ckpt_to_keep: int | None = None,
         **_verl: Any,
     ) -> None:
-        """Save what ``checkpoint.save_contents`` names; see ``orbit_verl.worker.checkpoint`` for the layout.
+        """Saves what ``checkpoint.save_contents`` names; see ``orbit_verl.worker.checkpoint`` for the layout.
 
         Raises:
             ValueError: an HDFS path is given.
@@ -236,7 +237,9 @@ class OrbitEngine(MegatronEngineWithLMHead):
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False, **_verl: Any
     ) -> None:
-        """Restore what ``checkpoint.load_contents`` names. Without ``optimizer``: fresh moments, the restored step.
+        """Restores what ``checkpoint.load_contents`` names.
+
+        Without ``optimizer``, moments are fresh and the step is the restored one.
 
         Raises:
             ValueError: the checkpoint is of another base, adapter configuration or reference, or lacks a content.
@@ -326,7 +329,7 @@ class OrbitEngine(MegatronEngineWithLMHead):
 
 
 def _attending(batch: TensorDict) -> contextlib.AbstractContextManager[None]:
-    """On a CPU, attention in the server's shapes."""
+    """Makes attention take the server's shapes on a CPU."""
     if get_device_name() != "cpu" or not batch["loss_mask"].is_nested:
         return contextlib.nullcontext()
     response_lengths = batch["loss_mask"].offsets().diff()
@@ -334,14 +337,14 @@ def _attending(batch: TensorDict) -> contextlib.AbstractContextManager[None]:
 
 
 def _language_model(model_config: HFModelConfig) -> HFModelConfig:
-    """Without what sees images: verl packs batches otherwise for a configuration that has it."""
+    """Returns the configuration without what sees images: verl packs batches otherwise for one that has it."""
     text_only = copy.copy(model_config)
     object.__setattr__(text_only, "hf_config", model_config.hf_config.get_text_config())  # verl freezes the fields
     return text_only
 
 
 def _on_first_rank(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The tensors on the CPU; other ranks only take part in making them."""
+    """Returns the tensors on the CPU; other ranks only take part in making them."""
     first = torch.distributed.get_rank() == 0
     return {name: tensor.cpu() for name, tensor in tensors if first}
 

@@ -1,4 +1,4 @@
-"""verl's actor and engine configuration for ``trainer.strategy=orbit``: Megatron's, with Orbit's settings."""
+"""verl's actor and engine configuration for ``trainer.strategy=orbit`` is Megatron's with Orbit's settings."""
 
 import dataclasses
 
@@ -22,10 +22,10 @@ _OFF = ("use_fused_kernels", "use_dist_checkpointing", "use_megatron_fsdp", "dyn
 
 @dataclasses.dataclass
 class OrbitEngineConfig(McoreEngineConfig):
-    """Megatron-Core's parallel layout (``actor_rollout_ref.actor.megatron``) plus adapter and base.
+    """An `OrbitEngineConfig` is Megatron-Core's layout (``actor_rollout_ref.actor.megatron``) plus adapter and base.
 
-    The parameters' precision is the checkpoint's own: ``dtype`` is not used, and fp32 bases are allowed. Tensor parallelism
-    divides the sequence too, whatever ``sequence_parallel`` says.
+    The parameters' precision is the checkpoint's own: ``dtype`` is not used, and fp32 bases are allowed. Tensor
+    parallelism divides the sequence too, whatever ``sequence_parallel`` says.
     """
 
     _mutable_fields = McoreEngineConfig._mutable_fields | {"expert_tensor_parallel_size"}
@@ -54,7 +54,7 @@ class OrbitEngineConfig(McoreEngineConfig):
 
     @property
     def parallel_sizes(self) -> ParallelSizes:
-        """How many ways the model is divided."""
+        """Returns how many ways the model is divided."""
         return ParallelSizes(
             tensor=self.tensor_model_parallel_size,
             pipeline=self.pipeline_model_parallel_size,
@@ -65,7 +65,7 @@ class OrbitEngineConfig(McoreEngineConfig):
         )
 
     def check(self, architecture: DecoderArchitecture, num_ranks: int) -> None:
-        """Hold everything that depends on the model against it, and the layout against the trainer's ranks.
+        """Holds everything that depends on the model against it, and the layout against the trainer's ranks.
 
         Raises:
             ValueError: ``ParallelSizes.check``, ``check_targets``, ``check_stages``, ``check_tensor_parallel``,
@@ -82,7 +82,7 @@ class OrbitEngineConfig(McoreEngineConfig):
 
 @dataclasses.dataclass
 class OrbitActorConfig(McoreActorConfig):
-    """``actor_rollout_ref.actor`` under ``trainer.strategy=orbit``."""
+    """An `OrbitActorConfig` is ``actor_rollout_ref.actor`` under ``trainer.strategy=orbit``."""
 
     strategy: str = "orbit"
     megatron: OrbitEngineConfig = dataclasses.field(default_factory=OrbitEngineConfig)

@@ -1,4 +1,7 @@
-"""What the ranks that divide a model hold, put together. Every rank of the groups takes part in every call, in one order."""
+"""This module puts together what the ranks that divide a model hold.
+
+Every rank of the groups takes part in every call, in one order.
+"""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,15 +23,15 @@ def whole_tensors(
     shapes: Mapping[str, Sequence[int]],
     layout: ParallelLayout,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Copies of the tensors of all ranks, in the order in which one rank that held everything would list them.
+    """Yields copies of the tensors of all ranks, in the order in which one rank that held everything would list them.
 
     One layer's are gathered at a time: whoever drops what was yielded never holds more.
 
     Args:
-        names: of this rank's tensors, layer by layer, a layer's experts in succession. The same on every rank of a stage but
-            for the experts' numbers.
-        held: what goes by a name, under names that contain it; ranks may differ in what there is of an expert. Scalars, and
-            tensors of the shape that the rank holds; a layer's experts in one dtype.
+        names: of this rank's tensors, layer by layer, a layer's experts in succession. The same on every rank of a
+            stage but for the experts' numbers.
+        held: what goes by a name, under names that contain it; ranks may differ in what there is of an expert. Scalars,
+            and tensors of the shape that the rank holds; a layer's experts in one dtype.
         shapes: of the whole tensors by name.
         layout: what this rank holds.
     """
@@ -36,7 +39,7 @@ def whole_tensors(
 
 
 def whole_tensor(held: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A copy of the tensor of that shape of which each rank of the tensor-parallel group holds a part, or the whole."""
+    """Returns a copy of the tensor of that shape of which each tensor-parallel rank holds a part, or the whole."""
     dim = divided_dim(held.shape, shape)
     if dim is None:
         return held.detach().clone()
@@ -48,14 +51,14 @@ def whole_tensor(held: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """A value of each rank of a group, by rank."""
+    """Returns a value of each rank of a group, by rank."""
     values = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 def gather_scalars(value: float, group: dist.ProcessGroup) -> list[float]:
-    """A number of each rank of a group, by rank, in double precision."""
+    """Returns a number of each rank of a group, by rank, in double precision."""
     own = torch.tensor([value], dtype=torch.float64, device=get_device_id())
     values = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(values, own, group=group)
@@ -93,7 +96,7 @@ def _of_expert_ranks(own: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, tor
 def _of_all_stages(
     of_stage: Iterator[tuple[str, torch.Tensor]], layout: ParallelLayout
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each stage's in turn, a layer at a time, to all stages."""
+    """Yields each stage's tensors in turn, a layer at a time, on all stages."""
     if layout.pipeline.size == 1:
         yield from of_stage
         return
@@ -110,7 +113,7 @@ def _of_all_stages(
 
 
 def _broadcast(tensors: Mapping[str, torch.Tensor] | None, stage: int) -> Mapping[str, torch.Tensor]:
-    """A stage's tensors, to the ranks in the same place of the other stages, as one message of bytes."""
+    """Sends a stage's tensors to the ranks in the same place of the other stages, as one message of bytes."""
     group = mpu.get_pipeline_model_parallel_group()
     header = [tensors and [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]]
     dist.broadcast_object_list(header, group=group, group_src=stage)

@@ -1,4 +1,4 @@
-"""Where the trainer's memory goes: exact sizes of what is resident, and the peak that one update adds to it."""
+"""This module measures the trainer's memory: what is resident, in exact sizes, and the peak that one update adds."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ _STATUS = Path("/proc/self/status")
 
 
 def resident_bytes(engine) -> dict[str, int]:
-    """Bytes of the base, the adapter, its gradients and its optimiser state on this rank, as metrics.
+    """Returns the bytes of the base, the adapter, its gradients and its optimiser state on this rank, as metrics.
 
     Gradients are counted at their size while an update runs: one fp32 tensor for each trained one.
     """
@@ -35,9 +35,10 @@ def resident_bytes(engine) -> dict[str, int]:
 
 
 class PeakMeter:
-    """Memory that a piece of work needs beyond what was resident when it began.
+    """A `PeakMeter` measures the memory that a piece of work needs beyond what was resident when it began.
 
-    On CUDA the allocator's peak; on a CPU the process's peak resident set, which Linux resets on request.
+    On CUDA it reads the allocator's peak. On a CPU it reads the process's peak resident set, which Linux resets on
+    request.
     """
 
     def __init__(self):
@@ -45,13 +46,13 @@ class PeakMeter:
 
     @contextlib.contextmanager
     def measure(self) -> Iterator[None]:
-        """Measure the body; the result is in ``peak_bytes``."""
+        """Measures the body; the result is in ``peak_bytes``."""
         before = self._reset()
         yield
         self.peak_bytes = max(0, self._peak() - before)
 
     def metrics(self) -> dict[str, int]:
-        """The last measurement."""
+        """Returns the last measurement."""
         return {f"{PREFIX}/activation_peak_bytes": self.peak_bytes}
 
     @staticmethod

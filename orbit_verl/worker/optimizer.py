@@ -1,4 +1,4 @@
-"""AdamW over the adapter alone, with fp32 masters and fp32 gradient accumulation."""
+"""AdamW trains the adapter alone, with fp32 masters and fp32 gradient accumulation."""
 
 import dataclasses
 import logging
@@ -23,17 +23,20 @@ _STATE_FIELDS = ("exp_avg", "exp_avg_sq", "step")
 
 @dataclasses.dataclass(frozen=True)
 class _Masters:
-    """Masters that a rank holds as the whole, which the ranks of its tensor-parallel group hold too, or as its part."""
+    """A `_Masters` has the masters that a rank holds as the whole, and those that it holds as its part.
+
+    The whole ones are held by all ranks of its tensor-parallel group.
+    """
 
     whole: list[nn.Parameter] = dataclasses.field(default_factory=list)
     parts: list[nn.Parameter] = dataclasses.field(default_factory=list)
 
 
 class AdapterOptimizer:
-    """Trains fp32 masters of the adapter's tensors and rounds them into the tensors after each step.
+    """An `AdapterOptimizer` trains fp32 masters of the adapter's tensors and rounds them into these after each step.
 
-    Every micro-batch's gradient is added in fp32, whatever the dtype of the tensors. A step is that of the whole batch and
-    of the whole adapter, however many ranks share either.
+    Every micro-batch's gradient is added in fp32, whatever the dtype of the tensors. A step is that of the whole batch
+    and of the whole adapter, however many ranks share either.
 
     Args:
         parameters: this rank's tensors of the adapter by name.
@@ -72,22 +75,22 @@ class AdapterOptimizer:
 
     @property
     def param_groups(self) -> list[dict]:
-        """torch's parameter groups, for the scheduler."""
+        """Returns torch's parameter groups, for the scheduler."""
         return self._adamw.param_groups
 
     def zero_grad(self) -> None:
-        """Drop the accumulated gradients."""
+        """Drops the accumulated gradients."""
         self._adamw.zero_grad()
         for parameter in self._parameters.values():
             parameter.grad = None
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The accumulated fp32 gradients by tensor name; tensors that took part in no backward are left out."""
+        """Returns the accumulated fp32 gradients by tensor name; tensors that took part in no backward are left out."""
         return {name: master.grad for name, master in self._masters.items() if master.grad is not None}
 
     @torch.no_grad()
     def step(self) -> float:
-        """Average gradients over data-parallel ranks, clip them, update, and round the masters into the adapter.
+        """Averages gradients over data-parallel ranks, clips them, updates, and rounds the masters into the adapter.
 
         A gradient that is not finite leaves adapter and moments as they are, on all ranks; ``num_skipped_steps`` counts
         it. A tensor that took part in no rank's backward, as an expert's without tokens, stays as it is.
@@ -109,23 +112,23 @@ class AdapterOptimizer:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Start afresh from the adapter's present tensors: new masters, no moments, no gradients."""
+        """Starts afresh from the adapter's present tensors: new masters, no moments, no gradients."""
         for name, master in self._masters.items():
             master.copy_(self._parameters[name])
         self._adamw.state.clear()
         self.zero_grad()
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """This rank's masters, moments and step counts as ``<field>/<tensor name>``, for safetensors."""
+        """Returns this rank's masters, moments and step counts as ``<field>/<tensor name>``, for safetensors."""
         return {key: tensor for name in self._masters for key, tensor in self._state_of(name).items()}
 
     def whole_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Copies of all ranks' ``state_tensors``; all ranks iterate."""
+        """Yields copies of all ranks' ``state_tensors``; all ranks iterate."""
         return whole_tensors(self._masters, self._state_of, self._shapes, self._layout)
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restore a whole state, of which each rank takes its own; the adapter's tensors become the rounded masters.
+        """Restores a whole state, of which each rank takes its own; the adapter's tensors become the rounded masters.
 
         Raises:
             ValueError: a name or shape is not this optimiser's; nothing is changed then.
@@ -146,7 +149,7 @@ class AdapterOptimizer:
         self._round_masters()
 
     def check_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Hold a whole state against the adapter.
+        """Holds a whole state against the adapter.
 
         Raises:
             ValueError: a name or shape is not this optimiser's, or something is missing; all are listed.
@@ -167,7 +170,7 @@ class AdapterOptimizer:
             raise ValueError(f"optimiser state does not fit the adapter: {'; '.join(problems)}")
 
     def to(self, device: torch.device | str) -> None:
-        """Move masters, gradients and moments; the adapter's own tensors move with the model."""
+        """Moves masters, gradients and moments; the adapter's own tensors move with the model."""
         for master in self._masters.values():
             master.data = master.data.to(device)
             if master.grad is not None:
@@ -190,7 +193,7 @@ class AdapterOptimizer:
         parameter.grad = None
 
     def _by_division(self) -> tuple[_Masters, _Masters]:
-        """Those of every rank of a stage, and those of experts that some ranks hold."""
+        """Returns the masters of every rank of a stage, and those of experts that some ranks hold."""
         of_all, of_experts = _Masters(), _Masters()
         for name, master in self._masters.items():
             masters = of_experts if self._layout.divides_experts(name) else of_all
@@ -199,7 +202,10 @@ class AdapterOptimizer:
         return of_all, of_experts
 
     def _reduce_gradients(self) -> None:
-        """What the ranks of a tensor-parallel group hold alike has a gradient of their tokens, or their rows, on each."""
+        """Sums the gradients over the ranks that share a tensor, and averages over data-parallel ranks.
+
+        What the ranks of a tensor-parallel group hold alike has a gradient of their tokens, or their rows, on each.
+        """
         size = mpu.get_data_parallel_world_size(with_context_parallel=True)
         if size * self._layout.tensor.size == 1:
             return
@@ -211,7 +217,7 @@ class AdapterOptimizer:
         _sum_over_ranks(of_experts.whole + of_experts.parts, mpu.get_expert_data_parallel_group(), size)
 
     def _total_norm(self) -> float:
-        """L2 norm over the whole adapter, the same number on all ranks."""
+        """Returns the L2 norm over the whole adapter, which is the same number on all ranks."""
         of_all, of_experts = self._by_division()
         norms = [
             _norm(of_all.whole),
@@ -227,7 +233,7 @@ class AdapterOptimizer:
 
 
 def _sum_over_ranks(masters: Sequence[torch.Tensor], group: torch.distributed.ProcessGroup, divisor: int) -> None:
-    """Sum the gradients over the group and divide; a tensor that has none on any rank keeps none."""
+    """Sums the gradients over the group and divides; a tensor that has none on any rank keeps none."""
     if not masters:
         return
     gradients = [torch.zeros_like(master) if master.grad is None else master.grad for master in masters]
@@ -245,7 +251,7 @@ def _norm(masters: Sequence[torch.Tensor]) -> float:
 
 
 def build_scheduler(optimizer: AdapterOptimizer, config: McoreOptimizerConfig) -> OptimizerParamScheduler:
-    """Megatron-Core's learning-rate and weight-decay schedule.
+    """Returns Megatron-Core's learning-rate and weight-decay schedule.
 
     Raises:
         ValueError: the number of training steps is not known.

@@ -1,4 +1,4 @@
-"""Megatron-Core's groups of this process, and what they give this rank of a model."""
+"""Megatron-Core's groups of this process say what this rank holds of a model."""
 
 from megatron.core import parallel_state as mpu
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
@@ -10,7 +10,7 @@ from orbit_verl.model.layout import EXPERT, EXPERT_TENSOR, PIPELINE, TENSOR, Gro
 
 
 def check_groups(sizes: ParallelSizes) -> None:
-    """Hold the sizes against the groups, which are made once a process.
+    """Holds the sizes against the groups, which are made once a process.
 
     Raises:
         ValueError: an engine before had other sizes.
@@ -29,7 +29,7 @@ def check_groups(sizes: ParallelSizes) -> None:
 
 
 def layout_of_this_rank(architecture: DecoderArchitecture, config: TransformerConfig) -> ParallelLayout:
-    """What the groups and Megatron-Core's stages give this rank."""
+    """Returns what the groups and Megatron-Core's stages give this rank."""
     first = get_transformer_layer_offset(config)
     return ParallelLayout(
         num_experts=architecture.num_experts,

@@ -1,4 +1,4 @@
-"""What the adapters of a linear have in common, whatever their method.
+"""This module holds what the adapters of a linear have in common, whatever their method.
 
 Dimension suffixes: S sequence, B batch, I input width, O output width.
 """
@@ -13,12 +13,13 @@ from orbit_kernels.adapters import AdapterMethod
 
 
 class LinearAdapter(nn.Module, abc.ABC):
-    """The trained tensors on one frozen linear; leaves it as it is at the start.
+    """A `LinearAdapter` holds the trained tensors on one frozen linear; it leaves it as it is at the start.
 
     Args:
         method: the method, with its numbers.
         parts: rows of each part of the linear, by leaf name.
-        targets: the parts that carry the adapter, in the order of ``parts``; ``model.targets.check_targets`` has been passed.
+        targets: the parts that carry the adapter, in the order of ``parts``; ``model.targets.check_targets`` has been
+            passed.
         tied: whether the targets share the one tensor that acts on the input.
         initial: makes the initial tensors of a part, of what this rank holds of the linear.
         dtype: of the trained tensors.
@@ -46,13 +47,13 @@ class LinearAdapter(nn.Module, abc.ABC):
             self.trained[part] = tensors
 
     def tensors(self) -> dict[tuple[str, str], nn.Parameter]:
-        """The trained tensors by part and leaf; a tied one is the same object for each part."""
+        """Returns the trained tensors by part and leaf; a tied one is the same object for each part."""
         return {(part, leaf): tensor for part, tensors in self.trained.items() for leaf, tensor in tensors.items()}
 
     @abc.abstractmethod
     def inputs(self, x_SBI: torch.Tensor) -> list[torch.Tensor]:
-        """What the frozen weight reads: one input for all parts, or one for each."""
+        """Returns what the frozen weight reads: one input for all parts, or one for each."""
 
     @abc.abstractmethod
     def output(self, x_SBI: torch.Tensor, y_SBO: torch.Tensor) -> torch.Tensor:
-        """The adapted output, from the linear's own input and from the frozen weight's output."""
+        """Returns the adapted output, from the linear's own input and from the frozen weight's output."""
