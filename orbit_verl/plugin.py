@@ -1,8 +1,9 @@
 """This module is the entry point of the verl plugin.
 
-verl imports this module at the end of ``import verl`` and never calls anything in it (``verl/__init__.py::"_ep.load()"``); it
-also hides an exception raised here at DEBUG level. So registration happens at import, every process proves that it did
-(``upstream.imports.require_applied``), and a run without it stops at once: Hydra knows no ``trainer.strategy``.
+verl imports this module at the end of ``import verl`` and never calls anything in it
+(``verl/__init__.py::"_ep.load()"``); it also hides an exception raised here at DEBUG level. So registration happens at
+import, every process proves that it did (``upstream.imports.require_applied``), and a run without it stops at once:
+Hydra knows no ``trainer.strategy``.
 """
 
 import logging
@@ -32,7 +33,10 @@ def register_configurations(module: ModuleType) -> None:
 
 
 def register() -> None:
-    """Registers the plugin, as the entry point's target; it is idempotent and called at import, because verl never calls it."""
+    """Registers the plugin; it is idempotent.
+
+    It is the target of the entry point, and called at import, because verl never calls it.
+    """
     if OrbitSearchPath in Plugins.instance().discover(SearchPathPlugin):
         return
     Plugins.instance().register(OrbitSearchPath)

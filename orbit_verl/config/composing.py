@@ -1,7 +1,8 @@
 """This module makes ``trainer.strategy=orbit`` choose Orbit's configuration groups, however a run says it.
 
-verl chooses its groups by ``model_engine``, and Orbit's are the choice ``orbit``. The strategy implies that choice, which
-is added where Hydra has all the overrides: on the command line, in its compose API, and in the configuration itself.
+verl chooses its groups by ``model_engine``, and Orbit's are the choice ``orbit``. The strategy implies that choice,
+which is added where Hydra has all the overrides: on the command line, in its compose API, and in the configuration
+itself.
 """
 
 from collections.abc import Callable
@@ -31,7 +32,7 @@ class OrbitSearchPath(SearchPathPlugin):
 
 
 def load_configuration(wrapped: Callable, instance: Any, args: tuple, kwargs: dict[str, Any]) -> DictConfig:
-    """Wraps ``ConfigLoaderImpl.load_configuration``: it composes with Orbit's groups where the run asks for the strategy.
+    """Wraps ``ConfigLoaderImpl.load_configuration``; composes with Orbit's groups where the run asks for the strategy.
 
     Raises:
         ValueError: another ``model_engine`` is chosen too, or an unknown key of ``orbit`` is set.

@@ -70,7 +70,7 @@ class AdapterSettings(Keys, AdapterOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaseSettings(Keys, BaseOptions):
-    """A `BaseSettings` is ``orbit.base``: it says how trainer and servers compute with the frozen base, as it is stored."""
+    """A `BaseSettings` is ``orbit.base``: it says how trainer and servers compute with the frozen, stored base."""
 
     group: ClassVar[str] = "orbit.base"
 

@@ -1,4 +1,4 @@
-"""This is a verl platform without an accelerator: torch computes on the CPU over gloo, Ray's logical GPUs are worker slots."""
+"""This verl platform needs no accelerator: torch runs on the CPU, over gloo; Ray's logical GPUs are worker slots."""
 
 import contextlib
 import types
@@ -38,9 +38,10 @@ def _device_module() -> types.ModuleType:
 
 @PlatformRegistry.register(platform=NAME)
 class CpuPlatform(PlatformBase):
-    """A `CpuPlatform` is what verl's own detection chooses without an accelerator; ``VERL_PLATFORM=orbit_cpu`` forces it.
+    """verl's own detection chooses a `CpuPlatform` without an accelerator; ``VERL_PLATFORM=orbit_cpu`` forces it.
 
-    Ray hands out its logical "GPU" resource, since verl counts no other (verl/single_controller/ray/base.py::ResourcePoolManager).
+    Ray hands out its logical "GPU" resource, since verl counts no other
+    (verl/single_controller/ray/base.py::ResourcePoolManager).
     """
 
     device_name = property(lambda self: "cpu")
@@ -48,7 +49,7 @@ class CpuPlatform(PlatformBase):
     device_module = property(lambda self: _DEVICE_MODULE)
 
     def is_available(self):
-        """Says always that there is a CPU."""
+        """Returns True, since a CPU is always there."""
         return True
 
     def is_platform_available(self, use_smi_check=False):
@@ -115,7 +116,7 @@ class CpuPlatform(PlatformBase):
         return []
 
     def is_ipc_supported(self):
-        """Says that there is no device memory to share."""
+        """Returns False, since there is no device memory to share."""
         return False
 
     def rollout_env_vars(self):

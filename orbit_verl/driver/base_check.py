@@ -11,15 +11,18 @@ logger = logging.getLogger(__name__)
 
 
 class BaseMismatch(RuntimeError):
-    """A `BaseMismatch` says that trainer and server would compute other policies, what differs first, and both values."""
+    """A `BaseMismatch` says that trainer and server would not compute the same policy.
+
+    It names the first thing that differs and both values.
+    """
 
 
 def check_bases(ranks: Sequence[BaseManifest], served: Mapping[str, BaseManifest]) -> None:
     """Compares the base of every trainer rank and of every server with that of the first rank.
 
     Args:
-        ranks: what each rank of the trainer holds, together with the others of its expert group, digested in the parts in
-            which the servers hold it.
+        ranks: what each rank of the trainer holds, together with the others of its expert group, digested in the parts
+            in which the servers hold it.
         served: what each SGLang server says that it holds, by ``host:port``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""This module measures the difference between the log-probs that tokens were sampled with and those that the trainer computes.
+"""This module compares the log-probs that tokens were sampled with and those that the trainer computes for them.
 
 Suffixes: T tokens.
 """

@@ -1,4 +1,4 @@
-"""This module says what ``trainer.strategy=orbit`` makes of verl's configuration, and what it refuses, before Ray starts.
+"""Before Ray starts, ``trainer.strategy=orbit`` fills in and checks verl's configuration.
 
 Settings that follow from the strategy are filled in where the run still has verl's default; any other value of the
 user's is either right or refused, never replaced.
@@ -287,7 +287,7 @@ def _check_run(config: DictConfig) -> None:
 
 
 def _check_base(config: DictConfig, settings: AdapterSettings) -> None:
-    """Refuses what does not fit the model: a layout, an adapter, or files that do not hold what ``config.json`` says."""
+    """Refuses what does not fit the model: a layout, an adapter, or files without what ``config.json`` says."""
     path = _model_path(config)
     architecture = read_architecture(AutoConfig.from_pretrained(path))
     engine = _instantiated(config.actor_rollout_ref.actor.megatron)

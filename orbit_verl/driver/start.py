@@ -1,4 +1,4 @@
-"""Before Ray starts, the driver proves that its changes to verl are in place, and checks and fills in the configuration."""
+"""Before Ray starts, the driver proves its changes to verl, and the run's configuration is checked and filled in."""
 
 from collections.abc import Callable
 from typing import Any

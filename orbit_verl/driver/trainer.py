@@ -1,4 +1,4 @@
-"""With ``trainer.strategy=orbit``, verl's V1 trainers have one model for policy and reference, and versions, not weights."""
+"""These V1 trainers of verl have one model for policy and reference, and publish versions instead of weights."""
 
 import itertools
 import logging
@@ -108,7 +108,7 @@ class OrbitTrainer(PPOTrainer):
                 raise RuntimeError(f"the frozen base changed during the run, on rank {rank}: {difference}")
 
     def _build_replay_buffer(self):
-        """Builds verl's buffer, which now looks after the servers while it waits, and notes which versions were validated."""
+        """Builds verl's buffer; it looks after the servers while it waits for samples, and notes validated versions."""
         buffer = super()._build_replay_buffer()
         WAIT_FOR_NEXT_POLL.replace_on(buffer, self._while_watching_servers(buffer._wait_for_next_poll))
         SAMPLE.replace_on(buffer, self._noting_validated_versions(buffer.sample))
@@ -180,7 +180,7 @@ class OrbitTrainer(PPOTrainer):
         }
 
     def _audit(self, batch: KVBatchMeta, tokens: SampledTokens) -> dict[str, float]:
-        """Measures parity of stale sequences at the version that sampled them, recomputed from the adapter kept for it."""
+        """Measures parity of stale sequences at the version that sampled them, with the adapter kept for it."""
         held = self.actor_rollout_wg.published_versions()[0] if self.orbit.parity.audit_samples else []
         stale = [
             (row, version)
@@ -259,7 +259,7 @@ class OrbitTrainer(PPOTrainer):
 
 
 class OrbitTrainerSync(OrbitTrainer, PPOTrainerSync):
-    """An `OrbitTrainerSync` runs ``trainer.v1.trainer_mode=sync``: it generates, trains, publishes."""
+    """An `OrbitTrainerSync` is for ``trainer.v1.trainer_mode=sync``: it generates, trains, publishes."""
 
     def on_step_end(self):
         """Publishes the step's version and keeps the sync's metrics (verl's own drops them)."""
@@ -267,7 +267,10 @@ class OrbitTrainerSync(OrbitTrainer, PPOTrainerSync):
 
 
 class OrbitTrainerSeparateAsync(OrbitTrainer, PPOTrainerSeparateAsync):
-    """An `OrbitTrainerSeparateAsync` runs ``trainer.v1.trainer_mode=separate_async``: servers generate while it trains."""
+    """An `OrbitTrainerSeparateAsync` is for ``trainer.v1.trainer_mode=separate_async``.
+
+    Servers generate while it trains.
+    """
 
     def _setup(self):
         # verl logs with print's flush= when there are no hybrid replicas, a TypeError
@@ -289,12 +292,12 @@ class OrbitTrainerSeparateAsync(OrbitTrainer, PPOTrainerSeparateAsync):
 
 
 def register_sync(module: ModuleType) -> None:
-    """Has verl's mode ``sync`` build Orbit's trainer for a run with the strategy, once ``verl.trainer.ppo.v1`` is imported."""
+    """Lets mode ``sync`` build Orbit's trainer for runs with the strategy, once ``verl.trainer.ppo.v1`` is imported."""
     _choose_trainer(module.trainer_base.TRAINER_REGISTRY, "sync", PPOTrainerSync, OrbitTrainerSync)
 
 
 def register_separate_async(module: ModuleType) -> None:
-    """Does the same for verl's mode ``separate_async``, once ``verl.trainer.ppo.v1`` is imported."""
+    """Lets mode ``separate_async`` do so too, once ``verl.trainer.ppo.v1`` is imported."""
     registry = module.trainer_base.TRAINER_REGISTRY
     _choose_trainer(registry, "separate_async", PPOTrainerSeparateAsync, OrbitTrainerSeparateAsync)
 
@@ -321,7 +324,7 @@ def _keep_earlier_metrics() -> None:
 
 
 def load_replica():
-    """Loads the replica class ``sglang`` for verl, which imports SGLang."""
+    """Loads the replica class ``sglang`` for verl; that imports SGLang."""
     from orbit_verl.rollout.replica import OrbitReplica
 
     return OrbitReplica

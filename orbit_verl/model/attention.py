@@ -3,9 +3,10 @@
 SDPA's CPU kernel in bf16 rounds a row by the number of rows and keys of the call, so that a token which the server
 decoded alone differs in its last bit from the same token inside a whole sequence; over 30 layers of bf16 that bit grows
 to 0.03 nats (SmolLM2-135M). Everything else in the model rounds row by row. `as_served` makes the forward pass repeat
-the server's calls (SGLang 0.5.12, torch_native_backend.py::TorchNativeAttnBackend): the prompt in one, every later token in
-its own. The log-probs are then the server's own, up to the fp32 softmax. A difference remains for tokens that the server
-decoded while no other request ran, as oneDNN has another GEMM for one row of more than about a thousand columns.
+the server's calls (SGLang 0.5.12, torch_native_backend.py::TorchNativeAttnBackend): the prompt in one, every later
+token in its own. The log-probs are then the server's own, up to the fp32 softmax. A difference remains for tokens that
+the server decoded while no other request ran, as oneDNN has another GEMM for one row of more than about a thousand
+columns.
 
 Dimension suffixes: S sequence, B batch, T packed tokens, H query heads, K key-value heads, C head width.
 """
@@ -65,8 +66,8 @@ class CausalAttention(nn.Module):
     ) -> torch.Tensor:
         """Attends with queries [S, B, H, C] to keys and values [S, B, K, C] and returns [S, B, H * C].
 
-        Packed, it takes queries [T, H, C] and returns [T, H * C]. Values may have another width than queries and keys; the
-        output has theirs.
+        Packed, it takes queries [T, H, C] and returns [T, H * C]. Values may have another width than queries and keys;
+        the output has theirs.
         """
         if packed_seq_params is None:
             return self._attend(query, key, value)
@@ -90,7 +91,7 @@ class CausalAttention(nn.Module):
 
 
 class _ServedAttention(torch.autograd.Function):
-    """A `_ServedAttention` goes forward by the server's calls, backward through one causal call over the whole sequences."""
+    """A `_ServedAttention` repeats the server's calls in forward; backward is that of one causal call."""
 
     @staticmethod
     def forward(ctx, q_BHSC, k_BKSC, v_BKSC, prompt_lengths: tuple[int, ...], scale: float | None):

@@ -68,11 +68,12 @@ def transformer_config(
     Args:
         architecture: the model.
         sizes: how many ways it is divided.
-        overrides: further TransformerConfig fields, e.g. ``recompute_granularity``; ``params_dtype`` may widen the base.
+        overrides: further TransformerConfig fields, e.g. ``recompute_granularity``; ``params_dtype`` may widen the
+            base.
 
     Raises:
-        ValueError: an override names no field of TransformerConfig, one that follows from ``sizes``, or modules that are not
-            there to be recomputed; or Megatron-Core refuses the fields.
+        ValueError: an override names no field of TransformerConfig, one that follows from ``sizes``, or modules that
+            are not there to be recomputed; or Megatron-Core refuses the fields.
     """
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     unknown = sorted(overrides.keys() - known)
@@ -106,7 +107,7 @@ def build_model(
     device: torch.device,
     layout: ParallelLayout,
 ) -> FrozenGPTModel:
-    """Builds the model on ``device`` with the checkpoint's tensors; nothing is allocated before the checkpoint is checked.
+    """Builds the model on ``device`` from the checkpoint, which is checked before anything is allocated.
 
     The rank holds what ``layout`` gives to it, and reads no other layers and experts.
 
@@ -186,7 +187,7 @@ def _base_fields(architecture: DecoderArchitecture) -> dict[str, Any]:
 
 
 def _parallel_fields(sizes: ParallelSizes) -> dict[str, Any]:
-    """Returns the fields that divide a model; experts are not Megatron-Core's, so it learns nothing of their division."""
+    """Returns the fields of the division; experts are not Megatron-Core's, so it learns nothing of theirs."""
     return {
         "tensor_model_parallel_size": sizes.tensor,
         "sequence_parallel": sizes.tensor > 1,

@@ -1,10 +1,11 @@
 """This module computes a mixture of experts that are spread over ranks: rows travel to their experts and back.
 
-Each rank routes its own tokens, and sums its tokens' experts by the router's weights; in between the experts' ranks compute
-unweighted rows. Numerics are those of `orbit_kernels.experts`, whose steps these are: only the rows of an expert come from
-several ranks.
+Each rank routes its own tokens, and sums its tokens' experts by the router's weights; in between the experts' ranks
+compute unweighted rows. Numerics are those of `orbit_kernels.experts`, whose steps these are: only the rows of an
+expert come from several ranks.
 
-Dimension suffixes: T tokens, K experts of a token, R rows sent (T * K), P rows received, L experts held, G ranks, D hidden.
+Dimension suffixes: T tokens, K experts of a token, R rows sent (T * K), P rows received, L experts held, G ranks, D
+hidden.
 """
 
 from collections.abc import Sequence
@@ -28,9 +29,10 @@ def expert_parallel_mlp(
     activations: Activations,
     adapter: ExpertAdapter,
 ) -> torch.Tensor:
-    """Does ``orbit_kernels.experts.expert_mlp`` with the experts of all ranks of ``group``; each calls it with its own tokens.
+    """Does ``orbit_kernels.experts.expert_mlp`` with the experts of all ranks of ``group``; each gives its own tokens.
 
-    Every rank exchanges rows twice in forward and twice in backward, whether or not it has tokens or its experts get any.
+    Every rank exchanges rows twice in forward and twice in backward, whether or not it has tokens or its experts get
+    any.
 
     Args:
         x_TD: this rank's tokens; there may be none.
@@ -77,7 +79,7 @@ class _Exchange:
         self._sent, self._received = counts_GL.sum(1).tolist(), received_GL.sum(1).tolist()
 
     def to_experts(self, rows_RD: torch.Tensor) -> torch.Tensor:
-        """Returns the rows of this rank's experts [P, D], by the rank that they come from, then by expert; see ``expert_P``."""
+        """Returns the rows of this rank's experts [P, D], by the rank of origin, then by expert (``expert_P``)."""
         return self._send(rows_RD, self._sent, self._received)
 
     def to_tokens(self, rows_PD: torch.Tensor) -> torch.Tensor:

@@ -33,8 +33,8 @@ class FrozenLatentAttention(nn.Module):
     Args:
         config: Megatron-Core's, of the dtype and the rotation.
         architecture: the model; ``latent`` is set.
-        latents, queries, keys_values, output: make the linears, from the layer's input to the latents of queries and of keys
-            and values with their rotary key, from these to queries and to keys and values, and back to hidden.
+        latents, queries, keys_values, output: make the linears, from the layer's input to the latents of queries and of
+            keys and values with their rotary key, from these to queries and to keys and values, and back to hidden.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class FrozenLatentAttention(nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
         **_megatron: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Takes hidden states [S, B, D], packed sequences as [T, 1, D]; returns that shape and Megatron-Core's absent bias.
+        """Maps hidden states [S, B, D], packed [T, 1, D], to that shape; also returns Megatron-Core's absent bias.
 
         With tensor parallelism S is the rank's share of the sequence, down to the latents; H is its share of the heads.
         Everything is in the model's dtype; the padding mask is not needed, see `CausalAttention`.
@@ -126,7 +126,7 @@ class FrozenLatentAttention(nn.Module):
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams | None
     ) -> torch.Tensor:
-        """Attends causally over [S, B, heads, width], packed [T, 1, heads, width], and returns one such, as wide as the values."""
+        """Attends causally: [S, B, heads, width], packed [T, 1, heads, width], to one such, as wide as the values."""
         if packed is not None:
             query, key, value = (tensor.squeeze(1) for tensor in (query, key, value))
         out = self.attention(query, key, value, None, packed_seq_params=packed)
@@ -134,7 +134,10 @@ class FrozenLatentAttention(nn.Module):
 
 
 class _Rotary:
-    """A `_Rotary` rotates pairs of neighbours [S, B, H, R] by the positions of their sequence (DeepSeek's interleaved layout)."""
+    """A `_Rotary` rotates pairs of neighbours [S, B, H, R] by the positions of their sequence.
+
+    The layout is DeepSeek's interleaved one.
+    """
 
     def __init__(self, config: TransformerConfig, angles: torch.Tensor, packed: PackedSeqParams | None, scale: float):
         self._config, self._angles, self._packed, self._scale = config, angles, packed, scale
@@ -149,7 +152,7 @@ class _Rotary:
 
 
 class _AbsorbedKeys(torch.autograd.Function):
-    """An `_AbsorbedKeys` multiplies queries [T, H, P] by the up-projection of each head's keys, which gives [T, H, L]."""
+    """An `_AbsorbedKeys` multiplies queries [T, H, P] by the up-projection of each head's keys: [T, H, L]."""
 
     @staticmethod
     def forward(ctx, q_THP: torch.Tensor, weight: StoredWeight, num_heads: int) -> torch.Tensor:
@@ -163,7 +166,7 @@ class _AbsorbedKeys(torch.autograd.Function):
 
 
 class _AbsorbedValues(torch.autograd.Function):
-    """An `_AbsorbedValues` multiplies attended latents [T, H, L] by each head's up-projection of values, giving [T, H, V]."""
+    """An `_AbsorbedValues` multiplies attended latents [T, H, L] by each head's up-projection of values: [T, H, V]."""
 
     @staticmethod
     def forward(ctx, x_THL: torch.Tensor, weight: StoredWeight, v_head_dim: int) -> torch.Tensor:

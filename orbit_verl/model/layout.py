@@ -1,8 +1,9 @@
-"""This module says which layers, experts and ranges of linears a rank holds, and what the tensors of the others are called.
+"""A layout says which layers, experts and ranges of linears a rank holds, and what the others' tensors are called.
 
-It knows names and numbers alone. Three ways to divide a model are combined: layers over stages (pipeline), a layer's experts
-over ranks (expert), and every other linear over ranks (tensor). Ranks in no other group repeat one another (data). The ranks
-that divide the other linears may divide each expert's too (expert tensor parallelism), instead of its tokens.
+It knows names and numbers alone. Three ways to divide a model are combined: layers over stages (pipeline), a layer's
+experts over ranks (expert), and every other linear over ranks (tensor). Ranks in no other group repeat one another
+(data). The ranks that divide the other linears may divide each expert's too (expert tensor parallelism), instead of its
+tokens.
 """
 
 import dataclasses
@@ -66,7 +67,7 @@ class ParallelLayout:
         return self.expert.part(self.num_experts)
 
     def layers_of(self, num_layers: int) -> range:
-        """Returns this rank's of the model's layers."""
+        """Returns those of the model's layers that this rank holds."""
         return range(num_layers) if self.layers is None else self.layers
 
     def divides_experts(self, name: str) -> bool:
@@ -80,7 +81,10 @@ class ParallelLayout:
         return not self.divides_experts(name) or int(EXPERT_NUMBER.search(name)[0]) in self.experts
 
     def experts_of(self, name: str) -> str | None:
-        """Names the layer's experts of a divided tensor, e.g. ``model.layers.0.mlp.experts.``; of others it returns None."""
+        """Names the layer's experts to which a divided tensor belongs; returns None for others.
+
+        Such a name is, for example, ``model.layers.0.mlp.experts.``.
+        """
         return name[: EXPERT_NUMBER.search(name).start()] if self.divides_experts(name) else None
 
 

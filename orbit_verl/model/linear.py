@@ -22,7 +22,7 @@ from orbit_verl.model.adapters import LinearAdapter
 
 
 class _FusedInput(torch.autograd.Function):
-    """A `_FusedInput` is the input that the deployed kernel feeds the GEMM of fused linears; it is the identity in backward."""
+    """A `_FusedInput` is what the deployed kernel feeds the GEMM of fused linears; it is the identity in backward."""
 
     @staticmethod
     def forward(ctx, x_TI: torch.Tensor, fused: Sequence[StoredWeight]) -> torch.Tensor:
@@ -40,7 +40,8 @@ class FrozenHead(nn.Module):
     With tensor parallelism a rank has a range of the vocabulary, and its logits for the whole sequence.
 
     Megatron-Core 0.18.0's own layer multiplies the strided, three-dimensional gradient of padded logits as it is
-    (core/tensor_parallel/layers.py::LinearWithFrozenWeight.backward): on a CPU a training step of SmolLM2-135M then takes 17.5 s instead of 6.6 s.
+    (core/tensor_parallel/layers.py::LinearWithFrozenWeight.backward): on a CPU a training step of SmolLM2-135M then
+    takes 17.5 s instead of 6.6 s.
     """
 
     def __init__(self, weight: nn.Parameter | None, *, divided: bool):
@@ -96,15 +97,15 @@ class StoredStack(nn.Module):
 
 
 class FrozenLinear(nn.Module):
-    """A `FrozenLinear` holds one or more frozen linears that read the same input, in Megatron-Core's calling convention.
+    """A `FrozenLinear` is one or more frozen linears that read the same input, in Megatron-Core's calling convention.
 
-    The parts are multiplied as one, stacked by rows in their Hugging Face order, as SGLang stacks them, so the base and a
-    shared rotation need one GEMM. Packed parts keep tensors of their own, since scale blocks and global scales end with
-    a part; plain ones share one buffer, so that their GEMM needs no copy.
+    The parts are multiplied as one, stacked by rows in their Hugging Face order, as SGLang stacks them, so the base and
+    a shared rotation need one GEMM. Packed parts keep tensors of their own, since scale blocks and global scales end
+    with a part; plain ones share one buffer, so that their GEMM needs no copy.
 
     With tensor parallelism hidden states are divided by sequence (Megatron's sequence parallelism, arXiv:2205.05198): a
-    linear divided by rows gathers its input, one divided by columns scatters the sum of the ranks' outputs, and adapters
-    work on what the rank holds. I and O are then the rank's.
+    linear divided by rows gathers its input, one divided by columns scatters the sum of the ranks' outputs, and
+    adapters work on what the rank holds. I and O are then the rank's.
 
     Args:
         input_size: columns of the whole weight.
@@ -149,7 +150,7 @@ class FrozenLinear(nn.Module):
         return {part: weight for stack in self.stacks for part, weight in stack.by_part().items()}
 
     def forward(self, x_SBI: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Returns the outputs of all parts side by side [S, B, O] in the input's dtype, and Megatron-Core's absent bias."""
+        """Returns outputs of all parts side by side [S, B, O] in the input's dtype, and Megatron-Core's absent bias."""
         y_SBO = self.of_rank(x_SBI)
         return y_SBO if self._share.has_all_columns else reduce_scatter_to_sequence_parallel_region(y_SBO), None
 

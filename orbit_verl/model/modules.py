@@ -35,7 +35,7 @@ class RMSNorm(nn.Module):
 
 
 def residual_sum(training: bool, fused: bool):
-    """Returns Megatron-Core's bias-dropout-add without these two: it sums branch and rounded residual in fp32."""
+    """Returns Megatron-Core's bias-dropout-add without bias and dropout: branch plus rounded residual, in fp32."""
 
     def add(branch_with_bias: tuple[torch.Tensor, None], residual_SBD: torch.Tensor, dropout: float) -> torch.Tensor:
         branch_SBD, _ = branch_with_bias
@@ -59,7 +59,7 @@ class FrozenGPTModel(GPTModel):
             self.output_layer = FrozenHead(self.output_layer.weight, divided=divided)
 
     def forward(self, *args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
-        """Returns fp32 logits [B, S, V] of the rank's range of the vocabulary; an inner pipeline stage returns hidden states.
+        """Returns fp32 logits [B, S, V] of the rank's range of the vocabulary; an inner stage returns hidden states.
 
         Raises:
             ValueError: the mask [B, S] (True for tokens) has padding before a token.

@@ -1,8 +1,8 @@
-"""This module is a mixture-of-experts layer of the frozen base: its experts stay as stored, adapters sit on them.
+"""A mixture-of-experts layer of the frozen base keeps router and experts as stored; adapters sit on the experts.
 
-A rank holds all experts or, with expert parallelism, its share (`layout`), and routes the tokens that are its own. Where
-ranks divide each expert, they gather their tokens and scatter the sum of the outputs. Megatron-Core's own MoE layer is not
-used: its experts own trainable, unpacked weights.
+A rank holds all experts or, with expert parallelism, its share (`layout`), and routes the tokens that are its own.
+Where ranks divide each expert, they gather their tokens and scatter the sum of the outputs. Megatron-Core's own MoE
+layer is not used: its experts own trainable, unpacked weights.
 
 Dimension suffixes: S sequence, B batch, T tokens (S * B), K experts of a token, E experts, D hidden.
 """
@@ -109,8 +109,8 @@ class FrozenMoE(nn.Module):
     def forward(self, x_SBD: torch.Tensor, **_megatron: Any) -> tuple[torch.Tensor, None]:
         """Returns the weighted sum of each token's experts [S, B, D], and Megatron-Core's absent bias.
 
-        It is scaled and added up in the model's dtype, as in the server; where ranks divide each expert, that comes before
-        the sum over ranks.
+        It is scaled and added up in the model's dtype, as in the server; where ranks divide each expert, that comes
+        before the sum over ranks.
         """
         tokens_TD = x_TD = x_SBD.flatten(0, 1)
         ids_TK, weights_TK = self.router(x_TD)

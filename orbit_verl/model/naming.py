@@ -27,7 +27,7 @@ def frozen_linears(model: FrozenGPTModel) -> Iterator[tuple[str, FrozenLinear]]:
 def adapted_linears(
     model: FrozenGPTModel, settings: AdapterSettings
 ) -> Iterator[tuple[str, FrozenLinear | CommonLinear]]:
-    """Yields what can carry an adapter, named as in ``frozen_linears``; a layer's experts come as one where they share theirs."""
+    """Yields what can carry an adapter, named as in ``frozen_linears``; experts that share theirs come as one."""
     return _linears(model, _linears_of_each_expert if settings.experts == "each" else _linears_that_experts_share)
 
 

@@ -1,15 +1,16 @@
-"""In router replay, a mixture's routers take the experts that a record names for each token, in place of their own choice.
+"""In router replay, routers take the experts that a record names for each token, in place of their own choice.
 
-A record is verl's ``routed_experts``: ids of experts for every token of a sequence and every layer of the model, dense ones
-too. That of mode R3 is the server's, as SGLang reports it; R2's is made here while the old log-probs are computed. Weights
-are always those that the trainer's own scores give these experts.
+A record is verl's ``routed_experts``: ids of experts for every token of a sequence and every layer of the model, dense
+ones too. That of mode R3 is the server's, as SGLang reports it; R2's is made here while the old log-probs are computed.
+Weights are always those that the trainer's own scores give these experts.
 
-A record has gaps: the server never ran the last token that it generated, verl fills what is missing with zeros (that token,
-tokens of tools after the last generation, whole padding sequences), and dense layers have none. Experts of a token are
-distinct, so a row that names one twice is a gap, and the router chooses by itself there. That needs two experts a token.
+A record has gaps: the server never ran the last token that it generated, verl fills what is missing with zeros (that
+token, tokens of tools after the last generation, whole padding sequences), and dense layers have none. Experts of a
+token are distinct, so a row that names one twice is a gap, and the router chooses by itself there. That needs two
+experts a token.
 
-Dimension suffixes: N tokens of a micro-batch, sequence after sequence; T tokens that this rank's routers see, in their order;
-L layers of the model, K experts of a token.
+Dimension suffixes: N tokens of a micro-batch, sequence after sequence; T tokens that this rank's routers see, in their
+order; L layers of the model, K experts of a token.
 """
 
 import collections
@@ -48,8 +49,8 @@ def check_replay(mode: str, architecture: DecoderArchitecture) -> None:
 def token_places(input_ids: torch.Tensor, *, packed: bool, padded_length: int | None = None) -> torch.Tensor:
     """Returns where the rows that this rank's routers see stand in the micro-batch, as [T] int64, -1 for padding.
 
-    This is the one place that knows how tokens are laid out: verl packs or pads these numbers as it does the tokens, and
-    tensor-parallel ranks divide the sequence.
+    This is the one place that knows how tokens are laid out: verl packs or pads these numbers as it does the tokens,
+    and tensor-parallel ranks divide the sequence.
 
     Args:
         input_ids: nested, the sequences of the micro-batch.
@@ -87,7 +88,7 @@ class RouterReplay:
 
     @contextlib.contextmanager
     def through_backward(self) -> Iterator[None]:
-        """Makes layers that are computed again in backward take the same experts once more; it goes around a whole batch.
+        """Makes layers that are computed again in backward take the same experts again; it goes around a whole batch.
 
         Their micro-batches come in the order of the forward passes, whatever the schedule.
         """
@@ -127,8 +128,8 @@ class RouterReplay:
 
         Args:
             input_ids, places_T: as for ``replaying``.
-            records: gets one nested int16 tensor on the CPU, as ``replaying`` takes it, of the layers that this rank holds;
-                verl joins those of the ranks.
+            records: gets one nested int16 tensor on the CPU, as ``replaying`` takes it, of the layers that this rank
+                holds; verl joins those of the ranks.
         """
         chosen: dict[int, torch.Tensor] = {}
 
@@ -149,10 +150,10 @@ class RouterReplay:
         records.append(torch.nested.nested_tensor_from_jagged(record_NLK.to("cpu", torch.int16), offsets.cpu()))
 
     def metrics(self) -> dict[str, float]:
-        """Returns what this rank's routers replayed since the last call, over tokens and layers; it is empty for nothing.
+        """Returns what this rank's routers replayed since the last call, over tokens and layers.
 
-        ``replayed`` is the share that had a record, ``other_choice`` the share of these for which the router itself
-        would have chosen another set of experts.
+        It is empty when nothing was replayed. ``replayed`` is the share that had a record, ``other_choice`` the share
+        of these for which the router itself would have chosen another set of experts.
         """
         counts = {name: int(count) for name, count in self._counts.items()}
         self._counts.clear()

@@ -73,7 +73,10 @@ class OrbitCheckpointEngine(CheckpointEngine):
     async def _on_every_server[T: StagedAdapter | Activated](
         self, version: int, call: Callable[[Publisher], Awaitable[T]]
     ) -> list[T]:
-        """Returns the answers of all servers, which have all ended, well or not, before a failure is raised."""
+        """Returns all servers' answers.
+
+        All have ended, well or not, before a failure is raised: nothing is left running.
+        """
         outcomes = await asyncio.gather(*map(call, self._publishers), return_exceptions=True)
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if not failures:
@@ -89,7 +92,10 @@ class OrbitCheckpointEngine(CheckpointEngine):
         raise SlotError(f"version {version} is active {where}: {'; '.join(map(str, failures))}")
 
     def _utilization(self, answers: list[Activated]) -> dict[str, float]:
-        """Returns the share of the time since the last activation in which servers had requests: on average, and the idlest's."""
+        """Returns the share of the time since the last activation in which servers had requests.
+
+        One metric is the average, the other the idlest server's.
+        """
         now, shares = time.perf_counter(), []
         for server, answer in zip(self._publishers, answers, strict=True):
             if server.address in self._busy:
@@ -119,7 +125,7 @@ class OrbitCheckpointEngine(CheckpointEngine):
         """Does nothing, since there is nothing to free."""
 
     async def receive_weights(self, global_steps=None):
-        """Refuses: rollout workers receive nothing; the servers do."""
+        """Refuses, since rollout workers receive nothing; the servers do."""
         raise NotImplementedError("adapters reach the servers over HTTP, not through rollout workers")
 
 
@@ -180,7 +186,7 @@ class FrozenBaseRollout(BaseRollout):
         """Does nothing, since the base stays resident."""
 
     async def update_weights(self, weights, **kwargs):
-        """Is never called: ``OrbitCheckpointManager`` talks to the servers."""
+        """Refuses, since it is never called: ``OrbitCheckpointManager`` talks to the servers."""
         raise NotImplementedError("the base is frozen; adapters travel through the checkpoint engine 'orbit'")
 
 

@@ -39,7 +39,7 @@ class Publisher:
         self._attempts = attempts
 
     async def stage(self, version: int, payload: bytes, digest: str) -> StagedAdapter:
-        """Puts a version into the inactive slot, unless a slot holds it already, and checks that it arrived as it was sent.
+        """Puts a version into the inactive slot, unless a slot holds it already, and checks that it arrived as sent.
 
         Raises:
             SlotError: refused, unreachable until the deadline, or the digests differ.

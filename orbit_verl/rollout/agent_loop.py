@@ -8,7 +8,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 
 
 def sample_seed(run_seed: int, step: int, prompt: Any, session: int) -> int:
-    """Returns a seed below 2**31 for one sample, the same in every run that submits the same prompt at the same step."""
+    """Returns one sample's seed below 2**31, the same in every run that submits the same prompt at the same step."""
     digest = hashlib.sha256(f"{run_seed}/{step}/{prompt}/{session}".encode()).digest()
     return int.from_bytes(digest[:4], "little") >> 1
 
@@ -25,7 +25,7 @@ class OrbitAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
 
 
 class OrbitAgentLoopManager(AgentLoopManagerTQ):
-    """An `OrbitAgentLoopManager` is verl's manager with ``OrbitAgentLoopWorker``; it is in use when ``orbit.seed`` is set."""
+    """An `OrbitAgentLoopManager` is verl's with ``OrbitAgentLoopWorker``; it is in use when ``orbit.seed`` is set."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

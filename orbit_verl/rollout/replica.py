@@ -1,4 +1,4 @@
-"""verl's SGLang replica gets adapter slots here: samples have version spans, the base stays resident, aborts are dropped."""
+"""verl's SGLang replica gets slots: samples have version spans, the base stays resident, aborted samples drop out."""
 
 import base64
 from typing import Any
@@ -35,7 +35,7 @@ class OrbitHttpServer(SGLangHttpServer):
         self._replies: dict[str, dict[str, Any] | None] = {}
 
     async def launch_server(self, master_address: str | None = None, master_port: int | None = None):
-        """Starts the server; SGLang's plugins come first, since verl builds ServerArgs before SGLang would load them."""
+        """Loads SGLang's plugins, then starts the server: verl builds ServerArgs before SGLang would load them."""
         require_applied(Process.ROLLOUT)
         load_plugins()
         if ENABLE_FLAG not in ServerArgs.__dataclass_fields__:
@@ -44,7 +44,7 @@ class OrbitHttpServer(SGLangHttpServer):
         self._keep_replies()
 
     def _keep_replies(self) -> None:
-        """Keeps each reply until ``generate`` has read it: verl passes on neither versions nor the reason of an abort."""
+        """Keeps each reply until ``generate`` has read it: verl passes on neither versions nor an abort's reason."""
 
         async def generate_request(request, *args, **kwargs):
             async for reply in upstream(request, *args, **kwargs):
@@ -128,7 +128,7 @@ def decode_record(encoded: str, num_layers: int, top_k: int) -> torch.Tensor:
 
 
 def check_record(reply: dict[str, Any], prompt_length: int) -> None:
-    """Refuses a reply whose record of experts does not pair with its tokens: all but the last have been through the model.
+    """Refuses a reply whose record of experts does not pair with its tokens: all but the last went through the model.
 
     Raises:
         RejectedSample: with the reason.

@@ -1,1 +1,1 @@
-"""This package makes the changes to verl, each once its module is imported, and holds the ledger that proves all of them."""
+"""Each change to verl is made once its module is imported, and a ledger proves all of them."""

@@ -1,4 +1,4 @@
-"""This module holds the ledger of the changes to verl, Hydra, transformers and Megatron-Core, and those that wait for an import.
+"""A ledger proves the changes to verl, Hydra, transformers and Megatron-Core; here are those that wait for an import.
 
 verl imports the plugin in every process, long before its own modules: a change is made when its module is imported.
 """
@@ -61,7 +61,7 @@ def require_applied(process: Process) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wrapped(Change):
-    """A `Wrapped` has a function or method of a module called through the one that ``by`` names, from the module's import on.
+    """A `Wrapped` is a function or method that, from its module's import on, is called through what ``by`` names.
 
     Args:
         module: where it is.
@@ -82,7 +82,7 @@ class Wrapped(Change):
         object.__setattr__(self, "target", f"{self.module}.{self.name}")
 
     def install(self) -> None:
-        """Wait for the module."""
+        """Waits for the module."""
         _after_import(
             self.module, self.target, lambda module: wrapt.wrap_function_wrapper(module, self.name, self._call)
         )
@@ -91,7 +91,7 @@ class Wrapped(Change):
         return pkgutil.resolve_name(self.by)(wrapped, instance, args, kwargs)
 
     def problem(self) -> str | None:
-        """See Change."""
+        """Says why the change is not in place, if it is not; see `Change`."""
         try:
             holder = pkgutil.resolve_name(self.target.rpartition(".")[0])
             current = inspect.getattr_static(holder, self.name.rpartition(".")[2])
@@ -104,7 +104,7 @@ class Wrapped(Change):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RegisteredAfterImport(Registered):
-    """A `RegisteredAfterImport` is an entry in a registry that ``by`` makes once a module is imported, with the module.
+    """A `RegisteredAfterImport` is an entry in a registry that ``by`` makes, called with a module once it is imported.
 
     Args:
         module: the module that fills the registry.
@@ -113,11 +113,11 @@ class RegisteredAfterImport(Registered):
     module: str
 
     def install(self) -> None:
-        """Wait for the module."""
+        """Waits for the module."""
         _after_import(self.module, self.target, lambda module: pkgutil.resolve_name(self.by)(module))
 
     def problem(self) -> str | None:
-        """See Change."""
+        """Says why the change is not in place, if it is not; see `Change`."""
         try:
             importlib.import_module(self.module)
         except Exception as error:  # whatever the import raises, or the change that follows it, is the finding
@@ -127,7 +127,7 @@ class RegisteredAfterImport(Registered):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConfigFile(Change):
-    """A `ConfigFile` is a choice in one of verl's configuration groups, in a file of Orbit's; verl has none of that name.
+    """A `ConfigFile` is a choice in a configuration group of verl's, in a file of Orbit's; verl has none of that name.
 
     Args:
         name: group and name.
@@ -145,11 +145,11 @@ class ConfigFile(Change):
 
     @property
     def by(self) -> str:
-        """See Change."""
+        """Names the file; see `Change`."""
         return f"orbit_verl/conf/{self.name}.yaml"
 
     def problem(self) -> str | None:
-        """See Change."""
+        """Says why the change is not in place, if it is not; see `Change`."""
         verl, orbit = (importlib.resources.files(package) for package in ("verl.trainer.config", "orbit_verl"))
         if not (orbit / "conf" / f"{self.name}.yaml").is_file():
             return f"{self.by} is not installed"

@@ -78,7 +78,7 @@ class OrbitActorWorker(DetachActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def base_manifest(self, cuts: Mapping[str, Sequence[Cut]]) -> BaseManifest:
-        """Returns formats and digests of the frozen tensors of all ranks, some in parts; see ``OrbitEngine.base_manifest``."""
+        """Returns formats and digests of all ranks' frozen tensors, some in parts, as ``OrbitEngine.base_manifest``."""
         return self.actor.engine.base_manifest(cuts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -95,9 +95,10 @@ class OrbitActorWorker(DetachActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def use_published(self, version: int) -> None:
-        """Lets a published version be evaluated until ``use_current``.
+        """Puts a published version in place of the trained one, to evaluate it until ``use_current``.
 
-        What the server recorded (R3) is that version's; what the trainer recorded (R2) is the current one's, and is left.
+        What the server recorded (R3) is that version's; what the trainer recorded (R2) is the current one's, and is
+        left.
         """
         self.enable_routing_replay = self._replay_mode == "R3"
         self._current = self.actor.engine.snapshot_adapter()

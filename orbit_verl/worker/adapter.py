@@ -72,11 +72,14 @@ class TrainerAdapter:
             self._attach(prefix, linear, settings)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Returns this rank's trained tensors by peft's name; one that several parts share goes by its first part's name."""
+        """Returns this rank's trained tensors by peft's name; one that parts share goes by its first part's name."""
         return dict(self._tensors)
 
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Returns shapes of the whole tensors of all ranks, named as ``named_parameters`` of a rank with everything would."""
+        """Returns the shapes of the whole tensors of all ranks.
+
+        Their names are those of ``named_parameters`` on a rank that held everything.
+        """
         return dict(self._whole_shapes)
 
     @property
@@ -245,7 +248,7 @@ def read_peft_folder(folder: str | Path) -> Adapter:
 
 
 def write_peft_folder(adapter: Adapter, folder: str | Path) -> None:
-    """Writes ``adapter`` as peft saves it; creates the folder."""
+    """Writes ``adapter`` as peft saves it, and creates the folder."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / PEFT_CONFIG_FILE).write_text(adapter.config.to_peft_json())

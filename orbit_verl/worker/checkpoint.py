@@ -3,10 +3,11 @@
 <folder>/adapter/                    peft's own format; loads anywhere
 <folder>/optimizer.safetensors       fp32 masters, moments, step counts
 <folder>/rng_rank_<r>.safetensors    random-number states of rank r
-<folder>/state.json                  scheduler, version, global step, number of ranks, digest of the base, of the reference
+<folder>/state.json                  scheduler, version, global step, number of ranks, digests of base and reference
 
-Adapter and optimiser state are whole, under peft's names, however the ranks divided them: another number of ranks, or another
-way to divide the model, resumes with the same bits. Random-number states belong to ranks and are then left as they are.
+Adapter and optimiser state are whole, under peft's names, however the ranks divided them: another number of ranks, or
+another way to divide the model, resumes with the same bits. Random-number states belong to ranks and are then left as
+they are.
 """
 
 import dataclasses
@@ -76,7 +77,7 @@ def check_contents(config: CheckpointConfig) -> None:
 
 
 def save(folder: str | Path, state: TrainingState) -> None:
-    """Writes a checkpoint; every rank calls it. The folder appears complete or not at all, and replaces an older one."""
+    """Writes a checkpoint; every rank calls it. The folder appears complete or not at all; it replaces an older one."""
     folder = Path(folder)
     partial = folder.with_name(f".{folder.name}.partial")
     if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""This module is verl's Megatron engine with a frozen base and a trained adapter.
+"""Orbit's engine is verl's Megatron engine with a frozen base and a trained adapter.
 
 Everything that computes (schedule, packing, log-probs, entropy) is verl's; what is built, stepped, saved and exported
 is the adapter's.
@@ -175,7 +175,8 @@ class OrbitEngine(MegatronEngineWithLMHead):
         """Returns a copy of the whole adapter.
 
         Args:
-            everywhere: whether every rank gets it. Otherwise the first rank does, on the CPU, and others get no tensors.
+            everywhere: whether every rank gets it. Otherwise the first rank does, on the CPU, and others get no
+                tensors.
         """
         if everywhere:
             return self.adapter.export()
@@ -197,7 +198,7 @@ class OrbitEngine(MegatronEngineWithLMHead):
         self.adapter.restore(snapshot)
 
     def base_manifest(self, cuts: Mapping[str, Sequence[Cut]] | None = None) -> BaseManifest:
-        """Returns formats of the linears and digests of the live frozen tensors as stored, over all ranks that divide them.
+        """Returns formats of the linears and digests of the live frozen tensors, as stored, of all ranks together.
 
         Args:
             cuts: names of tensors that are to be digested in parts, and the parts.
@@ -236,7 +237,9 @@ class OrbitEngine(MegatronEngineWithLMHead):
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False, **_verl: Any
     ) -> None:
-        """Restores what ``checkpoint.load_contents`` names; without ``optimizer``, moments are fresh and the step is restored.
+        """Restores what ``checkpoint.load_contents`` names.
+
+        Without ``optimizer``, moments are fresh and the step is the restored one.
 
         Raises:
             ValueError: the checkpoint is of another base, adapter configuration or reference, or lacks a content.
@@ -334,7 +337,7 @@ def _attending(batch: TensorDict) -> contextlib.AbstractContextManager[None]:
 
 
 def _language_model(model_config: HFModelConfig) -> HFModelConfig:
-    """Returns the model without what sees images: verl packs batches otherwise for a configuration that has it."""
+    """Returns the configuration without what sees images: verl packs batches otherwise for one that has it."""
     text_only = copy.copy(model_config)
     object.__setattr__(text_only, "hf_config", model_config.hf_config.get_text_config())  # verl freezes the fields
     return text_only

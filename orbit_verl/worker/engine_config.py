@@ -24,8 +24,8 @@ _OFF = ("use_fused_kernels", "use_dist_checkpointing", "use_megatron_fsdp", "dyn
 class OrbitEngineConfig(McoreEngineConfig):
     """An `OrbitEngineConfig` is Megatron-Core's layout (``actor_rollout_ref.actor.megatron``) plus adapter and base.
 
-    The parameters' precision is the checkpoint's own: ``dtype`` is not used, and fp32 bases are allowed. Tensor parallelism
-    divides the sequence too, whatever ``sequence_parallel`` says.
+    The parameters' precision is the checkpoint's own: ``dtype`` is not used, and fp32 bases are allowed. Tensor
+    parallelism divides the sequence too, whatever ``sequence_parallel`` says.
     """
 
     _mutable_fields = McoreEngineConfig._mutable_fields | {"expert_tensor_parallel_size"}

@@ -28,10 +28,10 @@ def whole_tensors(
     One layer's are gathered at a time: whoever drops what was yielded never holds more.
 
     Args:
-        names: of this rank's tensors, layer by layer, a layer's experts in succession. The same on every rank of a stage but
-            for the experts' numbers.
-        held: what goes by a name, under names that contain it; ranks may differ in what there is of an expert. Scalars, and
-            tensors of the shape that the rank holds; a layer's experts in one dtype.
+        names: of this rank's tensors, layer by layer, a layer's experts in succession. The same on every rank of a
+            stage but for the experts' numbers.
+        held: what goes by a name, under names that contain it; ranks may differ in what there is of an expert. Scalars,
+            and tensors of the shape that the rank holds; a layer's experts in one dtype.
         shapes: of the whole tensors by name.
         layout: what this rank holds.
     """
@@ -39,7 +39,7 @@ def whole_tensors(
 
 
 def whole_tensor(held: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Returns a copy of the tensor of that shape of which each rank of the tensor-parallel group holds a part, or all."""
+    """Returns a copy of the tensor of that shape of which each tensor-parallel rank holds a part, or the whole."""
     dim = divided_dim(held.shape, shape)
     if dim is None:
         return held.detach().clone()

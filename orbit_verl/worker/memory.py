@@ -1,4 +1,4 @@
-"""This module says where the trainer's memory goes: exact sizes of what is resident, and the peak that one update adds."""
+"""This module measures the trainer's memory: what is resident, in exact sizes, and the peak that one update adds."""
 
 import contextlib
 from collections.abc import Iterator
@@ -37,7 +37,8 @@ def resident_bytes(engine) -> dict[str, int]:
 class PeakMeter:
     """A `PeakMeter` measures the memory that a piece of work needs beyond what was resident when it began.
 
-    On CUDA it reads the allocator's peak; on a CPU the process's peak resident set, which Linux resets on request.
+    On CUDA it reads the allocator's peak. On a CPU it reads the process's peak resident set, which Linux resets on
+    request.
     """
 
     def __init__(self):

@@ -1,4 +1,4 @@
-"""This module is AdamW over the adapter alone, with fp32 masters and fp32 gradient accumulation."""
+"""AdamW trains the adapter alone, with fp32 masters and fp32 gradient accumulation."""
 
 import dataclasses
 import logging
@@ -23,7 +23,10 @@ _STATE_FIELDS = ("exp_avg", "exp_avg_sq", "step")
 
 @dataclasses.dataclass(frozen=True)
 class _Masters:
-    """A `_Masters` has the masters that a rank holds whole, as its tensor-parallel group's ranks do too, and its parts."""
+    """A `_Masters` has the masters that a rank holds as the whole, and those that it holds as its part.
+
+    The whole ones are held by all ranks of its tensor-parallel group.
+    """
 
     whole: list[nn.Parameter] = dataclasses.field(default_factory=list)
     parts: list[nn.Parameter] = dataclasses.field(default_factory=list)
@@ -32,8 +35,8 @@ class _Masters:
 class AdapterOptimizer:
     """An `AdapterOptimizer` trains fp32 masters of the adapter's tensors and rounds them into these after each step.
 
-    Every micro-batch's gradient is added in fp32, whatever the dtype of the tensors. A step is that of the whole batch and
-    of the whole adapter, however many ranks share either.
+    Every micro-batch's gradient is added in fp32, whatever the dtype of the tensors. A step is that of the whole batch
+    and of the whole adapter, however many ranks share either.
 
     Args:
         parameters: this rank's tensors of the adapter by name.

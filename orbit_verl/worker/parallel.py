@@ -1,4 +1,4 @@
-"""This module holds Megatron-Core's groups of this process against a run, and says what they give this rank of a model."""
+"""Megatron-Core's groups of this process say what this rank holds of a model."""
 
 from megatron.core import parallel_state as mpu
 from megatron.core.transformer.transformer_block import get_num_layers_to_build

@@ -18,7 +18,8 @@ class LinearAdapter(nn.Module, abc.ABC):
     Args:
         method: the method, with its numbers.
         parts: rows of each part of the linear, by leaf name.
-        targets: the parts that carry the adapter, in the order of ``parts``; ``model.targets.check_targets`` has been passed.
+        targets: the parts that carry the adapter, in the order of ``parts``; ``model.targets.check_targets`` has been
+            passed.
         tied: whether the targets share the one tensor that acts on the input.
         initial: makes the initial tensors of a part, of what this rank holds of the linear.
         dtype: of the trained tensors.

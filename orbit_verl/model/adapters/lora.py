@@ -14,7 +14,7 @@ from orbit_verl.model.adapters.linear_adapter import LinearAdapter
 
 
 class LoRAAdapter(LinearAdapter):
-    """A `LoRAAdapter` has one A when tied, else one for each targeted part, and a B for each; other parts get nothing."""
+    """A `LoRAAdapter` has one A (tied) or one per targeted part, and a B per targeted part; others get nothing."""
 
     method: LoRAMethod
 
