@@ -17,6 +17,7 @@ import psutil
 import requests
 import torch
 
+from orbit_kernels.contract.client import SlotClient
 from orbit_kernels.contract.payload import Adapter
 from tests.support.zygote import ENVIRONMENT, ForkedServer, Zygote
 
@@ -33,12 +34,16 @@ atexit.register(ZYGOTE.close)
 
 
 class Server:
-    """Requests to a running server; ``log`` is the file with everything it printed."""
+    """Requests to a running server; ``log`` is the file with everything it printed.
+
+    ``slots`` is the client that everyone has; ``status``, ``stage`` and ``activate`` show what is on the wire.
+    """
 
     def __init__(self, url: str, log: pathlib.Path, process: Process, key: str | None = None):
         self.url = url
         self.log = log
         self.process = process
+        self.slots = SlotClient(url, key)
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
 
     def get(self, path: str, **params) -> requests.Response:
@@ -59,18 +64,17 @@ class Server:
 
     def new_version(self) -> int:
         """A version greater than all that this server has seen."""
-        return self.status()["highest_seen"] + 1
+        return self.slots.status().highest_seen + 1
 
     def install(self, adapter: Adapter | bytes) -> int:
         """Stage and activate an adapter under a new version."""
         self.wait_until_idle()
         version = self.new_version()
-        assert self.stage(version, adapter).status_code == 200
-        assert self.activate(version).status_code == 200
-        return version
+        self.slots.stage(version, adapter.encode() if isinstance(adapter, Adapter) else adapter)
+        return self.slots.activate(version).active_version
 
     def rollback(self, version: int) -> None:
-        assert self.post("/orbit/rollback", {"version": version}).status_code == 200
+        assert self.slots.rollback(version).active_version == version
 
     def generate(self, prompt=PROMPT, tokens: int = 16, **fields) -> dict:
         """Greedy generation with log-probs of prompt and output, never ending early."""
@@ -92,14 +96,14 @@ class Server:
     @contextlib.contextmanager
     def in_flight(self, **kwargs) -> Iterator["Running"]:
         """A generation on a thread, which has started when the body runs."""
-        before = sum(self.status()["requests"].values())
+        before = sum(self.slots.status().requests.values())
         running = Running(lambda: self.generate(**kwargs))
-        wait_for(lambda: sum(self.status()["requests"].values()) > before)
+        wait_for(lambda: sum(self.slots.status().requests.values()) > before)
         yield running
         running.join()
 
     def wait_until_idle(self) -> None:
-        wait_for(lambda: not self.status()["requests"])
+        wait_for(lambda: not self.slots.status().requests)
 
     def idle_on_base(self) -> "Server":
         """The server itself, when nothing runs and version 0 is active."""
