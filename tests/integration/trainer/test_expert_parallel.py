@@ -32,6 +32,9 @@ from tests.support.tiny_models import save_trained
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
+LAST_BITS = 2e-6
+"""Of log-probs. Measured 0 in all cases on most processors, 4.8e-7 in one case on another."""
+
 LIMITS = {
     False: {"exp_avg": (1e-5, 1e-4), "master": 2e-4},
     True: {"exp_avg": (5e-3, 0.1), "master": 0.1},
@@ -153,9 +156,9 @@ def test_a_rank_without_gradients_takes_part_in_backward(two):
 
 @pytest.mark.parametrize("base, adapter", TRAINED)
 def test_log_probs(two, one, folders, base, adapter):
-    """The same bits, although GEMMs have other numbers of rows: micro-batches are of one sequence and of two here."""
+    """Nearly the same bits, although GEMMs have other numbers of rows: micro-batches are of one sequence and of two here."""
     engine, found, tokens = one(base=base, adapter=adapter), two[0](f"train {base} {adapter} 2"), sequences()
-    assert max_difference(_rows(found), log_probs(engine, tokens)) == 0
+    assert max_difference(_rows(found), log_probs(engine, tokens)) <= LAST_BITS
     if base == "fp32":
         reference = reference_log_probs(load_reference(Path(folders[base]), FP32), tokens)
         assert max_difference(_rows(found, "base"), reference) < 1e-5
@@ -174,7 +177,7 @@ def test_recorded_experts(two, one, base):
     """Router replay: each rank routes its own tokens by their record, as one process routes them all."""
     engine, found, tokens = one(base=base, adapter="oft"), two[0](f"replayed {base}"), sequences()
     records = random_record(tokens)
-    assert max_difference(_rows(found), log_probs(engine, tokens, records=records)) == 0
+    assert max_difference(_rows(found), log_probs(engine, tokens, records=records)) <= LAST_BITS
     assert max_difference(_rows(found), log_probs(engine, tokens)) > 1e-2
     accumulate(engine, tokens, records=records)
     first, second = (_part(rank, "gradient") for rank in found)
