@@ -216,7 +216,7 @@ def _wait_until_ready(server: Server) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         assert server.process.poll() is None, server.log.read_text()[-4000:]
-        with contextlib.suppress(requests.ConnectionError):
+        with contextlib.suppress(requests.ConnectionError, requests.Timeout):
             if requests.get(server.url + "/health", timeout=5).status_code == 200:
                 return
         time.sleep(0.05)

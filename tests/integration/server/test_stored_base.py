@@ -112,7 +112,7 @@ def test_deployed_activations_are_those_of_the_format(checkpoints, style):
 @pytest.mark.parametrize("style", ["fp8", "int4", "nvfp4_modelopt"])
 def test_linears_that_are_left_out_stay_plain(checkpoints, style):
     """All parts of a fused projection by their own names, as checkpoints name them."""
-    folder = checkpoints.quantized("qwen3", style, plain=("self_attn",))
+    folder = checkpoints.quantized("qwen3", style, plain="self_attn")
     with in_process.served(folder, dtype="bfloat16") as served:
         assert difference_from_files(folder, BaseManifest(**served.model.orbit_base)) is None
         computing = {name for name, layer in linears(served.model).items() if hasattr(layer, "orbit_reference")}
@@ -121,7 +121,7 @@ def test_linears_that_are_left_out_stay_plain(checkpoints, style):
 
 @pytest.mark.parametrize("style", ["fp8", "int4", "nvfp4_modelopt"])
 def test_a_fused_projection_of_two_formats_is_refused_by_name(checkpoints, style):
-    folder = checkpoints.quantized("qwen3", style, plain=("up_proj",))
+    folder = checkpoints.quantized("qwen3", style, plain="up_proj")
     with pytest.raises(ValueError, match=r"layers\.0\.mlp\.gate_proj .*layers\.0\.mlp\.up_proj .*quantise them alike"):
         check_checkpoint(str(folder), "cpu")
 
