@@ -33,8 +33,6 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONWARNINGS": "ignore",
 }
-# SGLang compiles three small functions of its scheduler, a C++ compiler's work of ten seconds for each server.
-NOT_COMPILED = {"TORCHDYNAMO_DISABLE": "1"}
 
 # Pays for digits: a random model gets a reward with a spread from the first step on.
 REWARD = """

@@ -22,19 +22,14 @@ import time
 from pathlib import Path
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "SGLANG_USE_CPU_ENGINE": "1"}
+# SGLang compiles small functions at the first request: a C++ compiler's work of ten seconds and more for each server.
+NOT_COMPILED = {"TORCHDYNAMO_DISABLE": "1"}
 MODULES = (
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.scheduler",
     "sglang.srt.managers.detokenizer_manager",
     "sglang.srt.models.registry",
     "sglang.srt.model_loader.loader",
-)
-# The embedding of a model on several ranks is compiled when the first request comes.
-COMPILER = (
-    "torch._dynamo",
-    "torch._inductor.compile_fx",
-    "torch._inductor.codegen.cpp",
-    "torch.fx.experimental.validator",
 )
 _POLL_S = 0.02
 
@@ -53,7 +48,12 @@ class Zygote:
         """Its answer to a request."""
         if self._process is None:
             command = [sys.executable, "-W", "ignore", "-m", "tests.support.zygote"]
-            environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            environment = {
+                **os.environ,
+                **ENVIRONMENT,
+                **NOT_COMPILED,
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            }
             self._process = subprocess.Popen(
                 command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
             )
@@ -100,8 +100,6 @@ def main() -> None:
     while line := sys.stdin.readline():
         request = json.loads(line)
         if "argv" in request:
-            if "--tp-size" in request["argv"]:
-                import_all(COMPILER)
             ready, has_group = os.pipe()
             pid = os.fork()
             if not pid:
@@ -129,14 +127,9 @@ def import_sglang() -> None:
     """Import all that a server and the processes that it starts will import, plugins first as in each of them."""
     importlib.import_module("sglang.launch_server")
     importlib.import_module("sglang.srt.plugins").load_plugins()
-    import_all(MODULES)
-    assert "prometheus_client" not in sys.modules, "it reads where it writes from the environment when it is imported"
-
-
-def import_all(modules: tuple[str, ...]) -> None:
-    """Import them where every server forked from here has them."""
-    for module in modules:
+    for module in MODULES:
         importlib.import_module(module)
+    assert "prometheus_client" not in sys.modules, "it reads where it writes from the environment when it is imported"
     gc.collect()
     gc.freeze()
 
