@@ -129,7 +129,7 @@ def test_the_initial_a_depends_on_seed_and_module_alone(checkpoints):
         ({"target_modules": ("q_proj",)}, "fused='tied' with only"),
         ({"target_modules": ("query",)}, r"target_modules \['query'\] match no linear"),
         ({"block_size": 24}, "width 64 is not a multiple of the OFT block size 24"),
-        ({"type": "lora", "rank": 0}, "rank 0: must be an integer of at least 1"),
+        ({"type": "lora", "rank": 0}, r"orbit\.adapter\.rank=0: must be at least 1, e\.g\. 16"),
         ({"type": "lora", "target_modules": ("lm_head",)}, "tied to the embeddings shares their matrix"),
     ),
 )
