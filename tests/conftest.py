@@ -9,7 +9,20 @@ if not torch.cuda.is_available():
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
 # Seconds that a group takes on one core, roughly; the longest start first, so that two workers end together.
-SECONDS: dict[str, int] = {}
+SECONDS = {
+    "run": 500,
+    "qwen3": 250,
+    "qwen3 on two ranks": 150,
+    "integration/server/test_latent_attention.py": 120,
+    "integration/server/test_smollm2.py": 100,
+    "integration/server/test_start_up.py": 100,
+    "integration/trainer/test_parallel.py": 100,
+    "integration/trainer/test_expert_parallel.py": 60,
+    "integration/trainer/test_mixtures_served.py": 60,
+    "integration/trainer/test_smollm2.py": 50,
+    "integration/test_setup.py": 50,
+    "unit/test_cli_doctor.py": 40,
+}
 
 
 def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:

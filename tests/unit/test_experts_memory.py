@@ -131,6 +131,7 @@ def _memory(field: str) -> int:
         return int(re.search(rf"^{field}:\s+(\d+) kB", file.read(), re.MULTILINE)[1]) * 1024
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_layer_of_kimi_k2_6_runs_forward_and_backward():
     num_experts, hidden, ffn, tokens, top_k = 384, 7168, 2048, 128, 8

@@ -28,7 +28,9 @@ def prompt(source):
     return tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
-@pytest.mark.parametrize("style", ["fp8", "int4", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize(
+    "style", ["fp8", "int4", *(pytest.param(style, marks=pytest.mark.long) for style in ("nvfp4", "mxfp4"))]
+)
 def test_equals_transformers_on_the_dequantised_weights_per_token(source, prompt, tmp_path, style):
     """In BF16, transformers itself is 0.02 from fp32 arithmetic on the same weights, and so the server may be."""
     folder = quantize(source, tmp_path / style, style)
