@@ -2,11 +2,12 @@ import pytest
 
 from tests.support import runs
 from tests.support.fork_server import fork_server
+from tests.support.zygote import NOT_COMPILED
 
 
 @pytest.fixture(scope="session")
 def forked_python(tmp_path_factory):
     """Stands in for Python, and has imported verl, Megatron-Core and SGLang."""
-    environment = runs.ENVIRONMENT | runs.NOT_COMPILED
+    environment = runs.ENVIRONMENT | NOT_COMPILED
     with fork_server(runs.IMPORTED, environment, tmp_path_factory.mktemp("fork_server") / "log") as python:
         yield python

@@ -100,7 +100,7 @@ class Run:
         assert len(found) >= len(self.steps), "every step has tokens of the trained version, or audited ones"
         means = [step[f"{kind}logprob_abs_diff_mean"] for step, kind in found]
         tokens = [step[f"{kind}num_tokens"] for step, kind in found]
-        assert min(tokens) > 0 and min(means) > 0
+        assert min(tokens) > 0
         assert statistics.median(means) < median, means
         assert sum(a * b for a, b in zip(means, tokens, strict=True)) / sum(tokens) <= mean, means
         assert max(step[f"{kind}logprob_abs_diff_max"] for step, kind in found) <= largest

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.support import runs
+from tests.support.zygote import NOT_COMPILED
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +25,7 @@ def data(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def train(data, forked_python) -> Callable[..., runs.Run]:
     """Runs verl in forked processes."""
-    return functools.partial(runs.train, forked_python, runs.NOT_COMPILED, data)
+    return functools.partial(runs.train, forked_python, NOT_COMPILED, data)
 
 
 @pytest.fixture(scope="session")
