@@ -25,7 +25,7 @@ from tests.support.server import Server, spans
 
 pytestmark = [pytest.mark.slow, pytest.mark.sized, pytest.mark.server("qwen3", "qwen3 on two ranks")]
 # By the number of ranks, whose schedulers must keep the same books.
-NUM_REQUESTS = {1: 400, 2: 200}
+NUM_REQUESTS = {1: 2000, 2: 500}
 
 CONCURRENCY = 32
 LENGTHS = (8, 16, 24)
