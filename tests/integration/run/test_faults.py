@@ -12,7 +12,7 @@ from tests.support.runs import ASYNC, Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("run")]
 
-WAITS_LITTLE = (*ASYNC, "trainer.total_training_steps=500", "orbit.slots.timeout_s=10")
+WAITS_LITTLE = (*ASYNC, "trainer.total_training_steps=500", "orbit.slots.timeout_s=20")
 
 
 class ServerFault:
