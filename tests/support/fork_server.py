@@ -116,6 +116,7 @@ class Request:
         while self.arguments[position].startswith("-") and self.arguments[position] not in ("-c", "-m"):
             position += 2 if self.arguments[position] in _FLAGS_WITH_VALUE else 1
         what, *arguments = self.arguments[position:]
+        # A new Python begins with an empty main module; this one is the fork server's own. Nothing is stubbed by it.
         main = sys.modules["__main__"] = types.ModuleType("__main__")
         vars(main)["__builtins__"] = __builtins__
         sys.path[:0] = filter(None, self.environment.get("PYTHONPATH", "").split(os.pathsep))
