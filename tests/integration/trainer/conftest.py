@@ -4,19 +4,21 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state as mpu
 
 from tests.support.quantized import quantize, weight_format
 from tests.support.tiny_models import save_trained
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def single_process(tmp_path_factory):
-    """A process group of one over the loopback interface."""
+    """A process group of one over the loopback interface; a model served in this process needs its own."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store = tmp_path_factory.mktemp("store") / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     yield
+    mpu.destroy_model_parallel()
     dist.destroy_process_group()
 
 

@@ -13,8 +13,7 @@ PACKED, BF16 = 0.5 + 2 / 32, 2  # bytes a weight: INT4 with a BF16 scale for 32,
 
 def test_the_layer_takes_the_bytes_of_its_stored_tensors_and_a_pass_that_of_a_chunk():
     megatron_cpu.install()
-    if not mpu.is_initialized():
-        mpu.initialize_model_parallel()
+    mpu.initialize_model_parallel()
     settings = AdapterSettings(target_modules=TARGETS)
     report = measure(32, settings, BaseSettings(experts_per_chunk=2), EXPERTS)
     expert = 3 * HIDDEN * FFN
