@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from orbit_kernels.contract.errors import ErrorCode
+from orbit_kernels.contract.options import choices
 from orbit_kernels.contract.routes import ROUTES
 from orbit_sglang.startup import options as config
 
@@ -28,3 +29,9 @@ def test_every_route_is_in_the_table_of_keys():
     _, _, with_key, without, _ = header.split("|")
     assert {route.name for route in ROUTES if route.needs_key} == set(re.findall(r"`(\w+)`", with_key))
     assert {route.name for route in ROUTES if not route.needs_key} < set(re.findall(r"`([\w.]+)`", without))
+
+
+@pytest.mark.parametrize("field, rule", config.SlotsConfig.declared(), ids=lambda each: getattr(each, "flag", ""))
+def test_every_flag_of_the_slots_is_listed_with_its_values(field, rule):
+    (row,) = re.findall(rf"^\| `{re.escape(config.command_line(rule.flag))}` (.*)$", TEXT, re.MULTILINE)
+    assert [value for value in choices(field) or () if f"`{value}`" not in row] == []
