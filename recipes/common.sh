@@ -1,9 +1,9 @@
 # Sourced by every recipe. Sets up the environment, then run_recipe starts verl with the overrides it is given.
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-PYTHON="$ROOT/.venv/bin/python"
+PYTHON="${ORBIT_PYTHON:-$ROOT/.venv/bin/python}"
 if [[ ! -x "$PYTHON" ]]; then
-    echo "error: $PYTHON is missing; run: make setup" >&2
+    echo "error: $PYTHON is missing; run make setup, or set ORBIT_PYTHON to the Python that has the stack" >&2
     exit 1
 fi
 cd "$ROOT"
@@ -74,7 +74,7 @@ quantize_once() {
     fi
     # 64 divides the key and value rows of both small models; SGLang needs whole FP8 blocks in fused linears.
     if [[ "$2" == fp8 ]]; then options+=(--group-size 64); fi
-    "$ROOT/.venv/bin/orbit" quantize --model "$1/model" --format "$2" "${options[@]}" --out "$out" >&2
+    "$(dirname "$PYTHON")/orbit" quantize --model "$1/model" --format "$2" "${options[@]}" --out "$out" >&2
 }
 
 # run_recipe OVERRIDE...: replace this shell by the run, or by a print-out of its configuration when DRY_RUN=1.

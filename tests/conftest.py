@@ -10,18 +10,17 @@ if not torch.cuda.is_available():
 
 # Seconds that a group takes on one core, roughly; the longest start first, so that two workers end together.
 SECONDS = {
-    "run": 500,
-    "qwen3": 250,
-    "qwen3 on two ranks": 150,
-    "integration/server/test_latent_attention.py": 120,
-    "integration/server/test_smollm2.py": 100,
-    "integration/server/test_start_up.py": 100,
-    "integration/trainer/test_parallel.py": 100,
+    "run": 480,
+    "smollm2": 230,
+    "qwen3": 180,
+    "qwen3 on two ranks": 100,
+    "integration/trainer/test_parallel.py": 120,
+    "integration/server/test_latent_attention.py": 110,
+    "integration/server/test_start_up.py": 80,
     "integration/trainer/test_expert_parallel.py": 60,
     "integration/trainer/test_mixtures_served.py": 60,
-    "integration/trainer/test_smollm2.py": 50,
-    "integration/test_setup.py": 50,
-    "unit/test_cli_doctor.py": 40,
+    "integration/test_setup.py": 40,
+    "unit/test_cli_doctor.py": 30,
 }
 
 

@@ -94,10 +94,10 @@ def test_pins_are_exact_and_name_no_host():
     assert all(pin.count("==") == 1 and "://" not in pin and " @ " not in pin for pin in pins)
 
 
-def _dry_run(recipe, **environment):
+def _dry_run(recipe, python=sys.executable, **environment):
     return subprocess.run(
         ["bash", str(ROOT / "recipes" / recipe), "trainer.total_training_steps=7"],
-        env={**os.environ, "DRY_RUN": "1", **environment},
+        env={**os.environ, "DRY_RUN": "1", "ORBIT_PYTHON": str(python), **environment},
         capture_output=True,
         text=True,
     )
@@ -105,8 +105,8 @@ def _dry_run(recipe, **environment):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", sorted(path.name for path in (ROOT / "recipes").glob("*_*.sh")))
-def test_a_dry_run_prints_the_configuration_with_the_users_overrides(recipe, tmp_path):
-    ran = _dry_run(recipe, OUTPUT_DIR=str(tmp_path / "out"))
+def test_a_dry_run_prints_the_configuration_with_the_users_overrides(forked_python, recipe, tmp_path):
+    ran = _dry_run(recipe, forked_python, OUTPUT_DIR=str(tmp_path / "out"))
     assert ran.returncode == 0, ran.stderr
     assert "strategy: orbit" in ran.stdout
     assert "total_training_steps: 7" in ran.stdout

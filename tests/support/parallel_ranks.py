@@ -82,13 +82,18 @@ TWO = [
     *(Case(base, packed=False, **sizes) for base in ("moe", "latent") for sizes in ({"expert": 2}, TP_EP)),
 ]
 FOUR = [
-    *(Case(base, **TP) for base in ("dense", "moe", "latent")),
+    Case("dense", **TP),
     *(Case(base, **TP_EP) for base in ("moe", "latent")),
-    *(Case("moe", adapter, tensor=2, expert=2, each_expert=2) for adapter in ("oft", "oft_common", "lora")),
+    Case("moe", tensor=2, expert=2, each_expert=2),
+    Case("tied", tensor=2, pipeline=2),
+    Case("moe", tensor=2, pipeline=2, expert=2),
+]
+FOUR_MORE = [
+    *(Case(base, **TP) for base in ("moe", "latent")),
+    *(Case("moe", adapter, tensor=2, expert=2, each_expert=2) for adapter in ("oft_common", "lora")),
     Case("moe", **TP_ETP),
     Case("moe", tensor=2, expert=4),
-    *(Case(base, tensor=2, pipeline=2) for base in ("dense", "tied")),
-    Case("moe", tensor=2, pipeline=2, expert=2),
+    Case("dense", tensor=2, pipeline=2),
     Case("moe", pipeline=2, expert=2),
 ]
 
@@ -201,8 +206,8 @@ def cases(rank: int, folders: dict, out: Path, save, *, chosen: list[Case]) -> N
 
 
 def main() -> None:
-    folders, out = module_arguments()
-    for ranks, chosen in ((2, TWO), (4, FOUR)):
+    folders, out, more = module_arguments()
+    for ranks, chosen in ((2, TWO), (4, FOUR + FOUR_MORE if more else FOUR)):
         in_order = sorted(chosen, key=lambda case: str(case.sizes))
         assert fork(ranks, partial(cases, chosen=in_order), folders, Path(out) / str(ranks)) == [0] * ranks
 

@@ -5,35 +5,27 @@ import torch
 from transformers import AutoTokenizer
 
 from orbit_kernels.checkpoint.manifest import BaseManifest
-from recipes.smollm2_135m.checkpoint import write_checkpoint
 from tests.support import in_process, references
 from tests.support.quantized import difference_from_files, quantize
 from tests.support.references import transformers_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("smollm2")]
 QUESTION = [{"role": "user", "content": "What is 37 plus 48? Answer with the number."}]
-NUM_TOKENS = 12
+NUM_TOKENS = 6
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("smollm2")
-    write_checkpoint(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def prompt(source):
-    tokenizer = AutoTokenizer.from_pretrained(source)
+def prompt(smollm2):
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
     return tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
 @pytest.mark.parametrize(
     "style", ["fp8", "int4", *(pytest.param(style, marks=pytest.mark.long) for style in ("nvfp4", "mxfp4"))]
 )
-def test_equals_transformers_on_the_dequantised_weights_per_token(source, prompt, tmp_path, style):
+def test_equals_transformers_on_the_dequantised_weights_per_token(smollm2, prompt, tmp_path, style):
     """In BF16, transformers itself is 0.02 from fp32 arithmetic on the same weights, and so the server may be."""
-    folder = quantize(source, tmp_path / style, style)
+    folder = quantize(smollm2, tmp_path / style, style)
     tokens_32, served_32 = greedy(folder, prompt, "float32")
     tokens_16, served_16 = greedy(folder, prompt, "bfloat16")
     model = transformers_model(folder, torch.float32)

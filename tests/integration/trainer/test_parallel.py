@@ -22,7 +22,7 @@ from tests.support.engines import (
     sequences,
 )
 from tests.support.expert_parallel_engine import state
-from tests.support.parallel_ranks import FOUR, RESUMED, TWO, Case, engine_of, replayed_rows, step
+from tests.support.parallel_ranks import FOUR, FOUR_MORE, RESUMED, TWO, Case, engine_of, replayed_rows, step
 from tests.support.quantized import quantize, weight_format
 from tests.support.ranks import read, run_module
 from tests.support.tiny_models import save_trained
@@ -30,7 +30,8 @@ from tests.support.tiny_models import save_trained
 FP32, BF16 = torch.float32, torch.bfloat16
 QUANTISED = ("int4", "fp8_ue8m0", "nvfp4")
 STAGES_ALONE = [Case("", pipeline=2, last_stage=layers).sizes for layers in (None, 1)]
-CASES = [(case, 2) for case in TWO] + [(case, 4) for case in FOUR]
+RANKS = [(case, 2) for case in TWO] + [(case, 4) for case in FOUR]
+CASES = [*RANKS, *(pytest.param(case, 4, marks=pytest.mark.long) for case in FOUR_MORE)]
 
 pytestmark = pytest.mark.slow
 every_case = pytest.mark.parametrize("case, num_ranks", CASES, ids=lambda value: str(value))
@@ -59,10 +60,11 @@ def folders(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def out(folders, forked_python, tmp_path_factory) -> Path:
+def out(request, folders, forked_python, tmp_path_factory) -> Path:
     """Where two and then four ranks left what they found: folders ``2`` and ``4``."""
     out = tmp_path_factory.mktemp("ranks")
-    run_module(forked_python, "tests.support.parallel_ranks", folders, str(out))
+    more = any(item.get_closest_marker("long") for item in request.session.items if item.path == request.path)
+    run_module(forked_python, "tests.support.parallel_ranks", folders, str(out), more)
     return out
 
 
@@ -131,7 +133,7 @@ def test_log_probs(out, one, folders, case, num_ranks):
         assert max_difference(rows(found, "log_probs"), reference) > 1e-2
 
 
-@pytest.mark.parametrize("case, num_ranks", [(case, ranks) for case, ranks in CASES if case.replays], ids=str)
+@pytest.mark.parametrize("case, num_ranks", [(case, ranks) for case, ranks in RANKS if case.replays], ids=str)
 def test_recorded_experts(out, one, case, num_ranks):
     """Router replay: each rank takes those of its own tokens and layers, and what is recorded is that of all ranks."""
     found, expected = read(out / str(num_ranks), num_ranks, case), one(case)

@@ -7,31 +7,23 @@ from transformers import AutoTokenizer
 
 from orbit_verl.config.keys import BaseSettings
 from orbit_verl.worker.memory import resident_bytes
-from recipes.smollm2_135m.checkpoint import write_checkpoint
 from tests.support.engines import log_probs, make_engine
 from tests.support.quantized import difference_from_files, quantize
 from tests.support.references import token_logprobs, transformers_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("smollm2")]
 TEXT = "What is 37 plus 48? Answer with the number. The answer is 85, because 30 and 40 are 70, and 7 and 8 are 15."
 FP32 = {"override_transformer_config": {"params_dtype": "float32"}}
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("smollm2")
-    write_checkpoint(folder)
-    return folder
-
-
 @pytest.mark.parametrize("style", ["fp8", "int4", "nvfp4", "mxfp4"])
-def test_equals_transformers_on_the_dequantised_weights_per_token(source, tmp_path, style):
+def test_equals_transformers_on_the_dequantised_weights_per_token(smollm2, tmp_path, style):
     """The bits of the files, no copy beside them, and per token what they mean.
 
     docs/field-cases.md: the same dequantised bits.
     """
-    folder = quantize(source, tmp_path / style, style)
-    tokens = torch.tensor(AutoTokenizer.from_pretrained(source)(TEXT).input_ids)
+    folder = quantize(smollm2, tmp_path / style, style)
+    tokens = torch.tensor(AutoTokenizer.from_pretrained(smollm2)(TEXT).input_ids)
     base = BaseSettings(activations="none")
     engine = make_engine(folder, base=base, block_size=32)
     assert difference_from_files(folder, engine.base_manifest()) is None
