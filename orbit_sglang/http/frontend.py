@@ -37,10 +37,10 @@ class Spool:
         """Writes a request's body to a new file.
 
         Raises:
-            Refusal: the body is longer than ``max_bytes``, or has not ended after ``timeout_s``.
+            Refusal: the body is longer than ``max_bytes``, has not ended after ``timeout_s``, or has no room on disk.
         """
-        file = tempfile.TemporaryFile(prefix="orbit-")
         try:
+            file = tempfile.TemporaryFile(prefix="orbit-")
             async with asyncio.timeout(timeout_s):
                 async for chunk in chunks:
                     file.write(chunk)
@@ -49,10 +49,15 @@ class Spool:
                             ErrorCode.ADAPTER_TOO_LARGE,
                             f"the body is larger than {max_bytes} bytes; raise --orbit-max-adapter-bytes",
                         )
+            file.flush()
         except TimeoutError:
             problem = f"the body did not end within {timeout_s} s; send it again"
             raise Refusal(ErrorCode.BODY_TIMEOUT, problem) from None
-        file.flush()
+        except OSError as error:
+            problem = (
+                f"the body cannot be kept in {tempfile.gettempdir()}: {error.strerror}; free space there, or set TMPDIR"
+            )
+            raise Refusal(ErrorCode.STAGE_FAILED, problem) from None
         return file
 
     def keep(self, version: int, file: IO[bytes]) -> None:

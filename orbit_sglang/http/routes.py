@@ -1,6 +1,7 @@
 """This module adds the HTTP routes of the slots to SGLang's own application."""
 
 import json
+import logging
 import reprlib
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -21,6 +22,8 @@ from orbit_sglang.http.frontend import Frontend
 from orbit_sglang.http.openapi import described
 from orbit_sglang.http.request_body import VersionInBody
 from orbit_sglang.startup.options import SlotsConfig
+
+logger = logging.getLogger(__name__)
 
 
 class Routes:
@@ -79,11 +82,12 @@ class Routes:
 
     async def adapter(self, request: Request) -> Response:
         """Returns the payload of a version, as it was staged."""
-        try:
+
+        async def operation() -> Response:
             path = await self._frontend.payload(_query_version(request))
-        except Refusal as refusal:
-            return JSONResponse(refusal.body, refusal.code.status)
-        return FileResponse(path, media_type=routes.PAYLOAD)
+            return FileResponse(path, media_type=routes.PAYLOAD)
+
+        return await _answer(operation)
 
 
 def install(result: None, tokenizer_manager: TokenizerManager) -> None:
@@ -98,13 +102,24 @@ def install(result: None, tokenizer_manager: TokenizerManager) -> None:
     app.add_middleware(VersionInBody)
 
 
-async def _answer(operation: Callable[[], Awaitable[dict[str, Any]]]) -> Response:
+async def _answer(operation: Callable[[], Awaitable[dict[str, Any] | Response]]) -> Response:
+    """Returns an operation's answer, or why there is none: in the contract's form, whatever happened below."""
     try:
-        return JSONResponse(await operation())
-    except Refusal as refusal:
-        return JSONResponse(refusal.body, refusal.code.status)
+        answer = await operation()
     except ClientDisconnect:
         return Response(status_code=499)
+    except Refusal as refusal:
+        return _refused(refusal)
+    except Exception as error:
+        logger.exception("A control operation failed")
+        return _refused(
+            Refusal(ErrorCode.SERVER_FAILED, f"{type(error).__name__}: {error}; the server's log says more")
+        )
+    return answer if isinstance(answer, Response) else JSONResponse(answer)
+
+
+def _refused(refusal: Refusal) -> Response:
+    return JSONResponse(refusal.body, refusal.code.status)
 
 
 def _query_version(request: Request) -> int:

@@ -35,6 +35,7 @@ class ErrorCode(enum.StrEnum):
     ADAPTER_TOO_LARGE = "adapter_too_large", 413
     ADAPTER_REFUSED = "adapter_refused", 422
     STAGE_FAILED = "stage_failed", 500
+    SERVER_FAILED = "server_failed", 500
     SCHEDULER_TIMEOUT = "scheduler_timeout", 503
 
 

@@ -55,7 +55,8 @@ class Route[Answer: BaseModel]:
     @property
     def codes(self) -> tuple[ErrorCode, ...]:
         """Returns every code that it may answer with, in the order of their statuses."""
-        return tuple(sorted((*self.refusals, ErrorCode.SCHEDULER_TIMEOUT), key=lambda code: code.status))
+        codes = (*self.refusals, ErrorCode.SERVER_FAILED, ErrorCode.SCHEDULER_TIMEOUT)
+        return tuple(sorted(codes, key=lambda code: code.status))
 
 
 _BAD_BODY = (ErrorCode.BAD_JSON, ErrorCode.BAD_BODY, ErrorCode.BAD_VERSION, ErrorCode.BAD_INFLIGHT)

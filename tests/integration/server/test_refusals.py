@@ -3,6 +3,7 @@
 import dataclasses
 import pickle
 
+import psutil
 import pytest
 import requests
 import torch
@@ -79,6 +80,19 @@ def test_a_payload_that_does_not_fit_is_refused(server, case):
     error = refuse(server, payload)
     assert error["code"] == "adapter_refused"
     assert any(reason in problem for problem in error["detail"]), error
+
+
+def test_a_payload_that_finds_no_room_is_refused(server):
+    """A limit on the size of the HTTP process's files has a write fail in the middle, as a full disk does."""
+    (http, *_), size = server.processes(), 8 << 20
+    before = http.rlimit(psutil.RLIMIT_FSIZE)
+    http.rlimit(psutil.RLIMIT_FSIZE, (size // 2, before[1]))
+    try:
+        error = refuse(server, bytes(size), code=500)
+    finally:
+        http.rlimit(psutil.RLIMIT_FSIZE, before)
+    assert error["code"] == "stage_failed"
+    assert "File too large; free space there, or set TMPDIR" in error["message"]
 
 
 def test_one_unknown_name_among_eight_is_listed(server):
