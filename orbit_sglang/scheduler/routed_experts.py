@@ -61,6 +61,24 @@ def after_collect(result: None, scheduler: Scheduler, req: Req) -> None:
         req.routed_experts = _with_kept(req.routed_experts, req, req.routed_experts_start_len)
 
 
+def around_stream_output(original: Callable, scheduler: Scheduler, reqs: list[Req], *args: Any, **kwargs: Any) -> None:
+    """Lines the records of a step up with its requests; runs around ``Scheduler.stream_output_generation``.
+
+    SGLang 0.5.12 leaves out the place of a request that did not ask for a record, and then fails at the last of a batch
+    (``tokenizer_manager.py::TokenizerManager._handle_batch_output``). One that asks and has none keeps its place.
+    """
+    silent = [req for req in reqs if not req.return_routed_experts]
+    if not _is_in_use() or len(silent) == len(reqs):
+        silent = []
+    for req in silent:
+        req.return_routed_experts = True
+    try:
+        original(scheduler, reqs, *args, **kwargs)
+    finally:
+        for req in silent:
+            req.return_routed_experts = False
+
+
 def _with_kept(record: torch.Tensor, req: Req, start: int) -> torch.Tensor:
     """Returns the record of a request from token ``start`` on, its first rows replaced by those that were kept."""
     kept = getattr(req, _KEPT, record[:0])[start:]

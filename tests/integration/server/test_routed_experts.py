@@ -105,6 +105,19 @@ def test_only_requests_that_ask_get_a_record(server):
     assert torch.equal(whole[10:], rest)
 
 
+def test_one_that_asks_beside_one_that_does_not(server):
+    """In the steps of both the first has no record; the second's is its own."""
+    alone = generate(server, PROMPT, 4)
+    body = {"input_ids": LONG_PROMPT, "stream": True, "sampling_params": {"max_new_tokens": 60, "ignore_eos": True}}
+    with requests.post(server.url + "/generate", json=body, stream=True, timeout=60) as response:
+        events = _events(response)
+        assert "routed_experts" not in next(events)["meta_info"]
+        beside = generate(server, PROMPT, 4)
+        *_, last = events
+    assert torch.equal(recorded(beside), recorded(alone))
+    assert last["meta_info"]["completion_tokens"] == 60 and not last["meta_info"].get("routed_experts")
+
+
 def test_cached_tokens_have_the_record_of_their_own_version(server, reference, adapters):
     version = server.install(adapters["v1"])
     for name, number in (("v1", version), (None, 0)):
