@@ -21,7 +21,8 @@ test-fast: setup
 	$(PYTEST) -m "not gpu and not long and not slow" -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 test-long: setup
-	ORBIT_SOAK_REQUESTS=10000 ORBIT_FUZZ_EXAMPLES=17000 $(PYTEST) -m "(long or sized) and not gpu" $(ARGS)
+	ORBIT_SOAK_REQUESTS=10000 ORBIT_FUZZ_EXAMPLES=17000 $(PYTEST) -m "(long or sized) and not gpu" -n 2 --dist loadgroup \
+		--no-loadscope-reorder $(ARGS)
 
 test-gpu: setup
 	$(PYTEST) -m gpu $(ARGS)

@@ -12,7 +12,7 @@ from orbit_kernels.upstream.ledger import Added, Change, Device, OnInstance, nam
 from orbit_sglang.base import quantization, recording
 from orbit_sglang.cpu import compressed_tensors, engine, experts, fp8, linear, loading, sampling
 from orbit_sglang.cpu import latent_attention as cpu_latent_attention
-from orbit_sglang.http import refusals, reporting, request_body, routes
+from orbit_sglang.http import refusals, reporting, request_body, routes, states
 from orbit_sglang.model import forward, latent_attention
 from orbit_sglang.model.slotted import AdaptedExpertsInput, AdaptedLatent, AdaptedLayer
 from orbit_sglang.model.slotted import experts as slotted_experts
@@ -168,6 +168,22 @@ def _http() -> list[Change]:
             why="a stream of an OpenAI route sees the versions of its tokens",
             until="SGLang's OpenAI routes pass customized_info on",
         ),
+        _hook(
+            _TOKENIZER + "generate_request",
+            AROUND,
+            states.around_generate,
+            ("self", "obj", "request"),
+            why="a server that is told to end does not wait for requests that it refused",
+            until="SGLang drops the state of a request that it refuses",
+        ),
+        _hook(
+            _TOKENIZER + "_handle_abort_req",
+            AROUND,
+            states.around_abort,
+            ("self", "recv_obj"),
+            why="a server that is told to end does not wait for requests that were aborted before they ran",
+            until="SGLang drops the state of a request that ends in the waiting queue",
+        ),
         *(
             _hook(
                 target,
@@ -275,6 +291,14 @@ def _scheduler() -> list[Change]:
             ("self", "req"),
             why="puts the kept record in front of the new one",
             until="SGLang keeps the record of a retracted request",
+        ),
+        _hook(
+            _SCHEDULER + "stream_output_generation",
+            AROUND,
+            routed_experts.around_stream_output,
+            ("self", "reqs", "return_logprob"),
+            why="a batch may mix requests that ask for their experts with others, which would end the server",
+            until="SGLang keeps a place for every request in a step's records",
         ),
     ]
 
