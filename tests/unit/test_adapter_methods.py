@@ -209,6 +209,34 @@ def test_what_peft_writes_is_loaded(model, method, tmp_path):
     torch.testing.assert_close(logits_with(fresh, adapter, merged=False), theirs(IDS).logits, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "name, key",
+    [
+        *(("oft", key) for key in ("oft_block_size", "use_cayley_neumann", "num_cayley_neumann_terms")),
+        *(("oft exact", key) for key in ("oft_block_size", "use_cayley_neumann")),
+        *(("lora", key) for key in ("r", "lora_alpha")),
+    ],
+)
+def test_a_file_without_an_option_that_changes_the_mathematics_is_refused(name, key):
+    peft = AdapterConfig(method=NUMBERS[name]).to_peft()
+    del peft[key]
+    with pytest.raises(ValueError, match=f"^{key} is missing: it changes what the adapter computes"):
+        AdapterConfig.from_peft(peft)
+
+
+@pytest.mark.parametrize("name, key", [("oft", "module_dropout"), ("lora", "lora_dropout")])
+def test_what_has_no_effect_when_served_is_no_reason_to_refuse(name, key):
+    config = AdapterConfig(method=NUMBERS[name])
+    for changed in (config.to_peft() | {key: 0.1}, {k: v for k, v in config.to_peft().items() if k != key}):
+        assert AdapterConfig.from_peft(changed) == config
+
+
+def test_blocks_by_their_number_are_refused_as_such():
+    peft = OFTConfig(r=4, oft_block_size=0, target_modules=list(TARGETS)).to_dict()
+    with pytest.raises(ValueError, match="^oft_block_size 0, r 4: .* in place of r"):
+        AdapterConfig.from_peft(peft | {"peft_type": "OFT"})
+
+
 def test_a_tensor_of_the_other_method_is_listed(model, method):
     """docs/field-cases.md: names that fit nothing."""
     adapter = random_adapter(model, method)

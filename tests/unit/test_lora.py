@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import Linear as PeftLinear
 
 from orbit_kernels.adapters import LoRAMethod
@@ -68,9 +68,7 @@ def test_initial_tensors_are_seeded_and_follow_kaimings_rule():
 @pytest.mark.parametrize(
     "key, value",
     [
-        ("use_rslora", True),
         ("use_dora", True),
-        ("lora_dropout", 0.05),
         ("bias", "lora_only"),
         ("lora_bias", True),
         ("modules_to_save", ["lm_head"]),
@@ -103,6 +101,13 @@ def test_what_peft_itself_writes_is_read():
     read = AdapterConfig.from_peft({**config, "peft_type": "LORA", "target_modules": ["q_proj"]})
     assert read == AdapterConfig(method=LoRAMethod(rank=RANK, alpha=16), target_modules=("q_proj",), layers=(1,))
     assert read.method.scaling == 4.0
+
+
+def test_the_scale_of_a_rank_stabilised_adapter_is_pefts():
+    config = LoraConfig(r=RANK, lora_alpha=16, target_modules=["0"], use_rslora=True)
+    theirs = get_peft_model(torch.nn.Sequential(torch.nn.Linear(COLUMNS, ROWS)), config).base_model.model[0].scaling
+    read = AdapterConfig.from_peft({**config.to_dict(), "peft_type": "LORA", "target_modules": ["q_proj"]})
+    assert read.method.scaling == pytest.approx(theirs["default"], rel=1e-15) != 16 / RANK
 
 
 @pytest.mark.gpu

@@ -105,6 +105,19 @@ def refuse_options(peft: Mapping[str, Any], accepted: Mapping[str, Any]) -> None
             )
 
 
+def required(peft: Mapping[str, Any], key: str) -> Any:
+    """Returns an option without which the adapter could be another one: peft's defaults are not those of every release.
+
+    Raises:
+        ValueError: there is no such key.
+    """
+    if key not in peft:
+        raise ValueError(
+            f"{key} is missing: it changes what the adapter computes; add the value that it was trained with"
+        )
+    return peft[key]
+
+
 def is_int(value: object) -> TypeGuard[int]:
     """Returns whether a value read from JSON is an integer and not a truth value."""
     return isinstance(value, int) and not isinstance(value, bool)

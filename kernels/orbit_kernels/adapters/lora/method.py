@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from orbit_kernels.adapters.common.method import AdapterMethod, is_int, refuse_options
+from orbit_kernels.adapters.common.method import AdapterMethod, is_int, refuse_options, required
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -23,7 +23,6 @@ _ACCEPTED_PEFT_VALUES: dict[str, Any] = {
     "kasa_config": None,
     "layer_replication": None,
     "lora_bias": False,
-    "lora_dropout": 0.0,
     "monteclora_config": None,
     "rank_pattern": {},
     "target_parameters": None,
@@ -31,7 +30,6 @@ _ACCEPTED_PEFT_VALUES: dict[str, Any] = {
     "use_bdlora": None,
     "use_dora": False,
     "use_qalora": False,
-    "use_rslora": False,
     "velora_config": None,
 }
 
@@ -81,11 +79,22 @@ class LoRAMethod(AdapterMethod):
 
     def to_peft(self) -> dict[str, Any]:
         """Returns the keys of peft's ``LoraConfig``."""
-        return {"r": self.rank, "lora_alpha": self.alpha, "init_lora_weights": True, **_ACCEPTED_PEFT_VALUES}
+        return {
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "use_rslora": False,
+            "init_lora_weights": True,
+            "lora_dropout": 0.0,
+            **_ACCEPTED_PEFT_VALUES,
+        }
 
     @classmethod
     def from_peft(cls, peft: Mapping[str, Any]) -> "LoRAMethod":
-        """Reads ``LoraConfig``."""
+        """Reads ``LoraConfig``.
+
+        Where the update is scaled by ``lora_alpha / sqrt(r)`` (rank-stabilised LoRA, https://arxiv.org/abs/2312.03732),
+        ``alpha`` is ``lora_alpha * sqrt(r)``.
+        """
         refuse_options(peft, _ACCEPTED_PEFT_VALUES)
         initialisation = peft.get("init_lora_weights", True)
         if initialisation not in _INITIALISATIONS:
@@ -93,7 +102,10 @@ class LoRAMethod(AdapterMethod):
                 f"init_lora_weights {initialisation!r}: it changes the base weights, so the adapter does not fit the frozen "
                 "base; convert it when saving (peft's path_initial_model_for_weight_conversion)"
             )
-        return cls(rank=peft.get("r", 8), alpha=peft.get("lora_alpha", 8))
+        method = cls(rank=required(peft, "r"), alpha=required(peft, "lora_alpha"))
+        if not peft.get("use_rslora"):
+            return method
+        return cls(rank=method.rank, alpha=method.alpha * math.sqrt(method.rank))
 
     def initial(self, rows: int, columns: int, generator: "Generator") -> dict[str, "Tensor"]:
         """Draws A uniformly within ``1 / sqrt(I)`` and sets B to zero, as peft starts.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from packaging.version import InvalidVersion, Version
 
-from orbit_kernels.adapters.common.method import AdapterMethod, is_int, refuse_options
+from orbit_kernels.adapters.common.method import AdapterMethod, is_int, refuse_options, required
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -20,7 +20,7 @@ PEFT_VERSION = "0.18.0"
 MAX_CAYLEY_NEUMANN_TERMS = 64
 """These are more terms than any adapter needs; the limit bounds the work that a payload can ask for."""
 
-_ACCEPTED_PEFT_VALUES: dict[str, Any] = {"block_share": False, "coft": False, "module_dropout": 0.0}
+_ACCEPTED_PEFT_VALUES: dict[str, Any] = {"block_share": False, "coft": False}
 
 
 def num_blocks(width: int, block_size: int, name: str = "input") -> int:
@@ -90,6 +90,7 @@ class OFTMethod(AdapterMethod):
             "use_cayley_neumann": self.cayley_neumann_terms is not None,
             "num_cayley_neumann_terms": self.cayley_neumann_terms or 5,
             "init_weights": True,
+            "module_dropout": 0.0,
             **_ACCEPTED_PEFT_VALUES,
         }
 
@@ -97,15 +98,20 @@ class OFTMethod(AdapterMethod):
     def from_peft(cls, peft: Mapping[str, Any]) -> "OFTMethod":
         """Reads ``OFTConfig``."""
         refuse_options(peft, _ACCEPTED_PEFT_VALUES)
-        block_size = peft.get("oft_block_size", 32)
-        if not peft.get("use_cayley_neumann", True):
+        block_size, num_blocks = required(peft, "oft_block_size"), peft.get("r")
+        if not block_size and num_blocks:
+            raise ValueError(
+                f"oft_block_size {block_size!r}, r {num_blocks!r}: as many blocks for every linear, so blocks of another width "
+                "for every input width; the slots have one width: train it with oft_block_size in place of r"
+            )
+        if not required(peft, "use_cayley_neumann"):
             return cls(block_size=block_size, cayley_neumann_terms=None)
         if _peft_version(peft) < Version(PEFT_VERSION):
             raise ValueError(
                 f"peft_version {peft.get('peft_version')!r}: before {PEFT_VERSION} peft summed another Cayley-Neumann series, "
                 "so the adapter would mean something else; train it with a newer peft"
             )
-        terms = peft.get("num_cayley_neumann_terms", 5)
+        terms = required(peft, "num_cayley_neumann_terms")
         if terms is None:
             raise ValueError("num_cayley_neumann_terms None: must be a number when use_cayley_neumann is true")
         return cls(block_size=block_size, cayley_neumann_terms=terms)
