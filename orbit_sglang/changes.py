@@ -199,15 +199,12 @@ def _http() -> list[Change]:
             _hook(
                 target,
                 AROUND,
-                function,
+                reporting.around_openai_stream,
                 _STREAM_PARAMETERS,
-                why="an OpenAI stream says before its end which version made its tokens",
+                why="an OpenAI stream says at a choice's end which version made its tokens",
                 until="SGLang's OpenAI routes pass customized_info on",
             )
-            for target, function in (
-                (_CHAT + "_generate_chat_stream", reporting.around_chat_stream),
-                (_COMPLETION + "_generate_completion_stream", reporting.around_completion_stream),
-            )
+            for target in (_CHAT + "_generate_chat_stream", _COMPLETION + "_generate_completion_stream")
         ),
     ]
 

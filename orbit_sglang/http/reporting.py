@@ -4,7 +4,6 @@ They are ``meta_info.orbit_versions``, and ``metadata.orbit_versions`` for OpenA
 """
 
 import json
-import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
@@ -13,7 +12,7 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from orbit_kernels.contract.keys import VERSIONS_KEY
 from orbit_sglang.control.messages import INFO_KEY
 
-DONE_EVENT = "data: [DONE]\n\n"
+_ENDS_A_CHOICE = '"finish_reason":"'
 
 
 def extend_spans(spans: list[list[int]], versions: Iterable[int]) -> None:
@@ -59,21 +58,16 @@ def around_generate(original: Callable, tokenizer_manager: TokenizerManager, obj
     return stream if versions is None else _noting_versions(stream, versions)
 
 
-def around_chat_stream(original: Callable, serving: Any, adapted_request: Any, request: Any, raw_request: Any):
-    """Sends the spans before the end; runs around ``OpenAIServingChat._generate_chat_stream``."""
-    return _openai_stream("chat.completion.chunk", original, serving, adapted_request, request, raw_request)
+def around_openai_stream(original: Callable, serving: Any, adapted_request: Any, request: Any, raw_request: Any):
+    """Puts a choice's spans on the chunk that ends it.
 
-
-def around_completion_stream(original: Callable, serving: Any, adapted_request: Any, request: Any, raw_request: Any):
-    """Sends the spans before the end; runs around ``OpenAIServingCompletion._generate_completion_stream``."""
-    return _openai_stream("text_completion", original, serving, adapted_request, request, raw_request)
-
-
-def _openai_stream(kind: str, original: Callable, serving: Any, adapted_request: Any, request: Any, raw_request: Any):
+    It runs around ``OpenAIServingChat._generate_chat_stream`` and ``OpenAIServingCompletion._generate_completion_stream``.
+    Clients of OpenAI expect a choice in every chunk, so there is none of its own for the spans.
+    """
     stream = original(serving, adapted_request, request, raw_request)
     if not serving.tokenizer_manager.server_args.enable_orbit_slots:
         return stream
-    return _with_versions(stream, adapted_request, kind, request.model)
+    return _with_versions(stream, adapted_request)
 
 
 async def _noting_versions(stream: AsyncIterator[dict], versions: dict[int, Any]) -> AsyncIterator[dict]:
@@ -83,22 +77,16 @@ async def _noting_versions(stream: AsyncIterator[dict], versions: dict[int, Any]
         yield content
 
 
-async def _with_versions(stream: AsyncIterator[str], adapted_request: Any, kind: str, model: str) -> AsyncIterator[str]:
+async def _with_versions(stream: AsyncIterator[str], adapted_request: Any) -> AsyncIterator[str]:
     versions: dict[int, Any] = {}
     setattr(adapted_request, VERSIONS_KEY, versions)
     async for event in stream:
-        if event == DONE_EVENT and versions:
-            yield _versions_event(adapted_request.rid, kind, model, versions)
-        yield event
+        yield _with_metadata(event, versions) if _ENDS_A_CHOICE in event else event
 
 
-def _versions_event(rid: Any, kind: str, model: str, versions: dict[int, Any]) -> str:
-    event = {
-        "id": rid if isinstance(rid, str) else rid[0],
-        "object": kind,
-        "created": int(time.time()),
-        "model": model,
-        "choices": [],
-        "metadata": {VERSIONS_KEY: [spans for _, spans in sorted(versions.items())]},
-    }
-    return f"data: {json.dumps(event)}\n\n"
+def _with_metadata(event: str, versions: dict[int, Any]) -> str:
+    chunk = json.loads(event.removeprefix("data: "))
+    spans = [versions.get(choice["index"]) for choice in chunk["choices"]]
+    if not any(spans):
+        return event
+    return f"data: {json.dumps({**chunk, 'metadata': {VERSIONS_KEY: spans}})}\n\n"

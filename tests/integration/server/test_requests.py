@@ -1,10 +1,14 @@
 """What a request sees: the adapter, its version, and nothing of any other version (Qwen3, tied rotations)."""
 
+import argparse
+import asyncio
 import json
 
+import openai
 import pytest
 import requests
 import torch
+from sglang import bench_serving
 
 from orbit_kernels.adapters.config import LINEAR_TARGETS
 from orbit_kernels.contract.payload import Adapter
@@ -71,9 +75,38 @@ def test_openai_routes_report_versions_and_honour_the_choice(server, route, fiel
         answer = server.post(route, {**body, **choice}).json()
         assert answer["metadata"]["orbit_versions"] == [[[expected, 0, 6]]] * 2
         texts[expected] = json.dumps([choice.get("text") or choice["message"] for choice in answer["choices"]])
-        events = stream(server, route, {**body, **choice})
-        assert events[-1]["metadata"]["orbit_versions"] == [[[expected, 0, 6]]] * 2
+        chunks = stream(server, route, {**body, **choice})
+        ends = [chunk for chunk in chunks if chunk["choices"][0]["finish_reason"]]
+        assert [chunk["metadata"]["orbit_versions"] for chunk in ends] == [[[[expected, 0, 6]]]] * 2
+        assert all("metadata" not in chunk for chunk in chunks if chunk not in ends)
     assert texts[version] != texts[0]
+
+
+def test_the_openai_package_reads_streams_as_its_users_do(server):
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    options = {"model": "m", "max_tokens": 6, "temperature": 0}
+    extra = {"ignore_eos": True, "orbit_version": 0}
+    messages = [{"role": "user", "content": TEXT}]
+    whole = client.chat.completions.create(messages=messages, extra_body=extra, **options)
+    chunks = list(client.chat.completions.create(messages=messages, extra_body=extra, stream=True, **options))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    assert chunks[-1].metadata["orbit_versions"] == whole.metadata["orbit_versions"] == [[[0, 0, 6]]]
+    whole = client.completions.create(prompt=TEXT, extra_body=extra, **options)
+    chunks = list(client.completions.create(prompt=TEXT, extra_body=extra, stream=True, **options))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+    assert chunks[-1].metadata["orbit_versions"] == whole.metadata["orbit_versions"] == [[[0, 0, 6]]]
+
+
+def test_sglangs_own_benchmark_reads_streams(server):
+    names = ("disable_stream", "disable_ignore_eos", "return_logprob", "print_requests", "header")
+    bench_serving.set_global_args(argparse.Namespace(**dict.fromkeys(names, False)))
+    for send, route, prompt in (
+        (bench_serving.async_request_openai_completions, "completions", TEXT),
+        (bench_serving.async_request_openai_chat_completions, "chat/completions", [{"role": "user", "content": TEXT}]),
+    ):
+        asked = bench_serving.RequestFuncInput(prompt, f"{server.url}/v1/{route}", 5, 6, "m", "", None, {})
+        answer = asyncio.run(send(asked))
+        assert answer.success and answer.generated_text, answer.error
 
 
 BODIES = {
