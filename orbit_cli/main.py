@@ -13,8 +13,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from orbit_cli import doctor as doctor_checks
+from orbit_cli import slots
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
+for command in (slots.status, slots.stage, slots.activate, slots.rollback, slots.discard):
+    app.command()(command)
 
 
 @app.callback()
@@ -27,7 +30,10 @@ def doctor(
     server: Annotated[
         str | None, typer.Option(help="URL of a running server to ask first, e.g. http://127.0.0.1:30000.")
     ] = None,
-    api_key: Annotated[str | None, typer.Option(help="That server's key, if it has one. It is never printed.")] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar=slots.KEY_VARIABLE, help="That server's key, if it has one. It is never printed."),
+    ] = None,
     changes: Annotated[
         bool, typer.Option("--changes", help="List every change that the plugins make to verl and SGLang instead.")
     ] = False,

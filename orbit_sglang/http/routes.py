@@ -97,6 +97,7 @@ def install(result: None, tokenizer_manager: TokenizerManager) -> None:
     from sglang.srt.entrypoints.http_server import app
 
     frontend = Frontend(tokenizer_manager, SlotsConfig.from_server_args(tokenizer_manager.server_args))
+    tokenizer_manager.orbit = frontend
     tokenizer_manager._result_dispatcher += frontend.handlers()
     Routes(frontend).add_to(app)
     app.add_middleware(VersionInBody)

@@ -11,9 +11,9 @@ from verl.utils.distributed import initialize_global_process_group_ray
 
 import orbit_verl.worker.engine  # noqa: F401  registers the engine with verl
 from orbit_kernels.checkpoint.manifest import BaseManifest, Cut
+from orbit_kernels.contract.peft_folder import write_peft_folder
 from orbit_kernels.contract.versions import version_of
 from orbit_verl.upstream.imports import Process, require_applied
-from orbit_verl.worker.adapter import write_peft_folder
 from orbit_verl.worker.memory import PeakMeter, resident_bytes
 
 
@@ -86,7 +86,7 @@ class OrbitActorWorker(DetachActorWorker):
         """Writes the adapter as peft saves it, from the first rank."""
         adapter = self.actor.engine.export_adapter(everywhere=False)
         if self.rank == 0:
-            write_peft_folder(adapter, folder)
+            write_peft_folder(adapter, folder, self.actor.engine.model_config.path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def published_versions(self) -> list[int]:

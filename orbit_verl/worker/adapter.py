@@ -9,16 +9,13 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import safetensors
-import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from orbit_kernels.adapters.config import AdapterConfig, tensor_name
+from orbit_kernels.adapters.config import tensor_name
 from orbit_kernels.adapters.oft import reference as oft
 from orbit_kernels.contract.payload import Adapter
 from orbit_verl.config.keys import AdapterSettings
@@ -28,9 +25,6 @@ from orbit_verl.model.linear import FrozenLinear
 from orbit_verl.worker.gathering import gather_scalars, whole_tensors
 
 logger = logging.getLogger(__name__)
-
-PEFT_CONFIG_FILE = "adapter_config.json"
-PEFT_WEIGHTS_FILE = "adapter_model.safetensors"
 
 ORTHOGONALITY_LIMIT = 0.05
 """Past this orthogonality error a warning is logged; the five-term series reaches it at a block norm of about 0.37."""
@@ -226,33 +220,6 @@ class TrainerAdapter:
                 raise ValueError(
                     f"{name} is {tensor.dtype}: a {self.dtype} adapter would round it; set orbit.adapter.dtype=fp32"
                 )
-
-
-def read_peft_folder(folder: str | Path) -> Adapter:
-    """Reads an adapter as peft saves it.
-
-    Raises:
-        ValueError: a file is missing or not a safetensors file, or the configuration is not one that the slots hold.
-    """
-    config, weights = Path(folder) / PEFT_CONFIG_FILE, Path(folder) / PEFT_WEIGHTS_FILE
-    missing = [path.name for path in (config, weights) if not path.is_file()]
-    if missing:
-        raise ValueError(
-            f"adapter folder {folder}: no {' and no '.join(missing)}; save one with peft's save_pretrained"
-        )
-    try:
-        tensors = safetensors.torch.load_file(weights)
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"adapter file {weights} is not a safetensors file: {error}") from None
-    return Adapter(tensors, AdapterConfig.from_peft_json(config.read_text()))
-
-
-def write_peft_folder(adapter: Adapter, folder: str | Path) -> None:
-    """Writes ``adapter`` as peft saves it, and creates the folder."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / PEFT_CONFIG_FILE).write_text(adapter.config.to_peft_json())
-    (folder / PEFT_WEIGHTS_FILE).write_bytes(adapter.to_peft_file())
 
 
 def _generator(seed: int, module: str) -> torch.Generator:

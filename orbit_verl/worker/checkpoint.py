@@ -27,7 +27,7 @@ import torch.distributed as dist
 from verl.trainer.config import CheckpointConfig
 
 from orbit_kernels.contract.payload import Adapter
-from orbit_verl.worker.adapter import read_peft_folder, write_peft_folder
+from orbit_kernels.contract.peft_folder import read_peft_folder, write_peft_folder
 
 logger = logging.getLogger(__name__)
 
@@ -76,13 +76,16 @@ def check_contents(config: CheckpointConfig) -> None:
             )
 
 
-def save(folder: str | Path, state: TrainingState) -> None:
-    """Writes a checkpoint; every rank calls it. The folder appears complete or not at all; it replaces an older one."""
+def save(folder: str | Path, state: TrainingState, base_model: str | None = None) -> None:
+    """Writes a checkpoint, whose adapter names its ``base_model``; every rank calls it.
+
+    The folder appears complete or not at all; it replaces an older one.
+    """
     folder = Path(folder)
     partial = folder.with_name(f".{folder.name}.partial")
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
-        write_peft_folder(state.adapter, partial / _ADAPTER)
+        write_peft_folder(state.adapter, partial / _ADAPTER, base_model)
         if state.optimizer is not None:
             _write_tensors(partial / _OPTIMIZER, state.optimizer)
         (partial / _STATE).write_text(json.dumps(_header(state), indent=2, sort_keys=True))

@@ -23,6 +23,7 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHe
 
 from orbit_kernels.checkpoint.manifest import BaseManifest, Cut
 from orbit_kernels.contract.payload import Adapter
+from orbit_kernels.contract.peft_folder import read_peft_folder
 from orbit_kernels.families import read_architecture
 from orbit_verl.cpu import megatron as megatron_cpu
 from orbit_verl.model.attention import as_served
@@ -31,7 +32,7 @@ from orbit_verl.model.naming import adapted_linears
 from orbit_verl.model.replay import RouterReplay, token_places
 from orbit_verl.model.targets import adapted_shapes
 from orbit_verl.worker import checkpoint
-from orbit_verl.worker.adapter import TrainerAdapter, read_peft_folder
+from orbit_verl.worker.adapter import TrainerAdapter
 from orbit_verl.worker.base_manifest import base_manifest
 from orbit_verl.worker.engine_config import OrbitEngineConfig
 from orbit_verl.worker.optimizer import AdapterOptimizer, build_scheduler
@@ -230,7 +231,7 @@ class OrbitEngine(MegatronEngineWithLMHead):
         """
         _refuse_hdfs(hdfs_path)
         contents = set(self.checkpoint_config.save_contents)
-        checkpoint.save(local_path, self._training_state(contents, global_step))
+        checkpoint.save(local_path, self._training_state(contents, global_step), self.model_config.path)
         if torch.distributed.get_rank() == 0:
             self._retention.saved(local_path, max_ckpt_to_keep)
 

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from orbit_kernels.checkpoint.files import HFCheckpoint
 from orbit_kernels.contract.payload import Adapter
+from orbit_kernels.contract.peft_folder import write_peft_folder
 from orbit_kernels.formats import WeightFormat, read_base_scheme
 from orbit_kernels.linears.fusing import fused_with
 from tests.support.adapters import EXPERT, linears_of
@@ -66,9 +67,7 @@ def merged_model(plain: pathlib.Path, folder: pathlib.Path, adapter: Adapter | N
 
 def save_adapter(adapter: Adapter, folder: pathlib.Path) -> pathlib.Path:
     """An adapter in peft's folder layout."""
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text(adapter.config.to_peft_json())
-    (folder / "adapter_model.safetensors").write_bytes(adapter.to_peft_file())
+    write_peft_folder(adapter, folder)
     return folder
 
 

@@ -1,6 +1,7 @@
 """Llama with tied embeddings: split rotations, no overlap schedule, small prefill chunks, limits and a key."""
 
 import http.client
+import json
 import select
 from urllib.parse import urlsplit
 
@@ -14,8 +15,10 @@ from orbit_cli import doctor
 from orbit_cli.doctor import State
 from orbit_cli.main import app
 from orbit_cli.server_checks import server_checks
+from orbit_cli.slots import KEY_VARIABLE
 from orbit_kernels.adapters import OFTMethod
 from orbit_kernels.checkpoint.manifest import BaseManifest
+from orbit_kernels.contract.peft_folder import write_peft_folder
 from tests.support.adapters import random_adapter
 from tests.support.configurations import KEY
 from tests.support.quantized import difference_from_files
@@ -24,15 +27,16 @@ from tests.support.server import PROMPT, Running, all_logprobs, output_logprobs,
 
 pytestmark = pytest.mark.server("llama")
 
-# ../shared/docs/interfaces.md, with the statuses of a malformed request, of a missing key and of a scheduler that is late.
+# ../shared/docs/interfaces.md, with the statuses of a malformed request, of a missing key, of a scheduler that is late, and of
+# what fails below any route.
 CONTRACT = {
-    ("get", "/orbit/status"): {200, 401, 503},
-    ("get", "/orbit/base"): {200, 401, 503},
+    ("get", "/orbit/status"): {200, 401, 500, 503},
+    ("get", "/orbit/base"): {200, 401, 500, 503},
     ("post", "/orbit/stage"): {200, 400, 401, 408, 409, 413, 422, 500, 503},
-    ("post", "/orbit/activate"): {200, 400, 401, 409, 503},
-    ("post", "/orbit/rollback"): {200, 400, 401, 409, 503},
-    ("post", "/orbit/discard"): {200, 401, 409, 503},
-    ("get", "/orbit/adapter"): {200, 400, 401, 503},
+    ("post", "/orbit/activate"): {200, 400, 401, 409, 500, 503},
+    ("post", "/orbit/rollback"): {200, 400, 401, 409, 500, 503},
+    ("post", "/orbit/discard"): {200, 401, 409, 500, 503},
+    ("get", "/orbit/adapter"): {200, 400, 401, 500, 503},
 }
 
 
@@ -279,3 +283,27 @@ def test_doctor_tries_the_key_and_never_prints_it(server, monkeypatch, key, exit
     assert ran.exit_code == exit_code, ran.output
     assert line in found_by_doctor(server, key)["server, key"].detail
     assert KEY not in ran.output and server.status()["slots"] == before
+
+
+def test_the_command_moves_an_adapter_through_the_slots_and_never_prints_the_key(server, tmp_path, monkeypatch):
+    adapter, version = split_adapter(3), server.new_version()
+    write_peft_folder(adapter, tmp_path / "adapter", base_model="of peft's")
+
+    def orbit(*arguments: str) -> dict:
+        ran = CliRunner().invoke(app, [*arguments, "--server", server.url])
+        assert ran.exit_code == 0, ran.output
+        assert KEY not in ran.output
+        return json.loads(ran.stdout)
+
+    refused = CliRunner().invoke(app, ["stage", str(tmp_path / "adapter"), "--server", server.url])
+    assert refused.exit_code == 1 and refused.stderr.startswith("error: HTTP 401")
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    staged = orbit("stage", str(tmp_path / "adapter"))
+    assert (staged["version"], staged["digest"]) == (version, adapter.digest())
+    assert orbit("activate", str(version))["active_version"] == version == orbit("status")["active_version"]
+    assert orbit("rollback", "0", "--inflight", "switch")["active_version"] == 0
+    assert version in orbit("discard")["discarded"]
+    again = CliRunner().invoke(app, ["activate", str(version), "--server", server.url])
+    assert again.exit_code == 1 and "version_not_staged" in again.stderr and KEY not in again.output
+    nothing = CliRunner().invoke(app, ["stage", str(tmp_path), "--server", server.url])
+    assert nothing.exit_code == 1 and "no adapter_config.json" in nothing.stderr

@@ -2,14 +2,14 @@ import dataclasses
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import AutoPeftModelForCausalLM, PeftModel
 from torch.utils.flop_counter import FlopCounterMode
 
 from orbit_kernels.adapters import OFTMethod
 from orbit_kernels.adapters.config import tensor_name
 from orbit_kernels.contract.payload import Adapter
+from orbit_kernels.contract.peft_folder import read_peft_folder, write_peft_folder
 from orbit_verl.model.naming import frozen_linears
-from orbit_verl.worker.adapter import read_peft_folder, write_peft_folder
 from tests.support.engines import (
     load_reference,
     log_probs,
@@ -331,6 +331,16 @@ def test_peft_folder_round_trip(checkpoints, tmp_path, name):
     assert engine.export_adapter().digest() == before.digest()
     with pytest.raises(ValueError, match="no adapter_config.json and no adapter_model.safetensors"):
         read_peft_folder(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_peft_finds_the_base_of_a_folder(checkpoints, tmp_path, name):
+    folder = checkpoints["llama", FP32]
+    engine, tokens = make_engine(folder, **METHODS[name]), sequences()
+    randomise(engine)
+    write_peft_folder(engine.export_adapter(), tmp_path, engine.model_config.path)
+    model = AutoPeftModelForCausalLM.from_pretrained(tmp_path, dtype=FP32)
+    assert max_difference(log_probs(engine, tokens), reference_log_probs(model, tokens)) < 1e-5
 
 
 def test_orthogonality_is_reported_and_warned_about(checkpoints, caplog):

@@ -14,8 +14,8 @@ import safetensors.torch
 import torch
 
 from orbit_kernels.checkpoint.manifest import BaseManifest
+from orbit_kernels.contract.peft_folder import WEIGHTS_FILE, write_peft_folder
 from orbit_verl.worker import checkpoint
-from orbit_verl.worker.adapter import PEFT_WEIGHTS_FILE, write_peft_folder
 from tests.support.engines import (
     load_reference,
     log_probs,
@@ -62,7 +62,7 @@ def folders(tmp_path_factory) -> dict[str, str]:
         engine.save_checkpoint(str(root / f"{base}_checkpoint"), global_step=1)
     write_peft_folder(engine.export_adapter(), root / "adapter")
     saved = root / "fp32_checkpoint"
-    _without_last_expert(shutil.copytree(saved, root / "no_tensor") / "adapter" / PEFT_WEIGHTS_FILE)
+    _without_last_expert(shutil.copytree(saved, root / "no_tensor") / "adapter" / WEIGHTS_FILE)
     _without_last_expert(shutil.copytree(saved, root / "no_state") / "optimizer.safetensors")
     shutil.copytree(root / "lopsided_checkpoint", root / "foreign")
     return {path.name: str(path) for path in root.iterdir()}

@@ -5,9 +5,9 @@ import safetensors.torch
 import torch
 from peft import PeftModel
 
+from orbit_kernels.contract.peft_folder import write_peft_folder
 from orbit_verl.config.keys import BaseSettings
 from orbit_verl.model.naming import named_tensors
-from orbit_verl.worker.adapter import write_peft_folder
 from orbit_verl.worker.memory import resident_bytes
 from tests.support.engines import (
     log_probs,

@@ -1,0 +1,44 @@
+"""An engine in Python with two versions of an adapter; prints what it was asked and answered, as JSON."""
+
+import json
+import sys
+
+import sglang
+
+from orbit_kernels.contract.client import CallError
+from orbit_kernels.contract.peft_folder import read_peft_folder
+from orbit_sglang.client import EngineSlots
+
+OPTIONS = {"device": "cpu", "attention_backend": "torch_native", "max_total_tokens": 2000, "mem_fraction_static": 0.05}
+PROMPT = [5, 6, 7, 8, 9, 10]
+
+
+def main() -> None:
+    model, folder = sys.argv[1:]
+    engine = sglang.Engine(model_path=model, enable_orbit_slots=True, dtype="float32", **OPTIONS)
+    try:
+        slots = EngineSlots(engine)
+
+        def answer(**sampling_params) -> dict:
+            greedy = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+            answer = engine.generate(input_ids=PROMPT, sampling_params=greedy | sampling_params)
+            return {"ids": answer["output_ids"], "spans": answer["meta_info"]["orbit_versions"]}
+
+        found = {"base": answer()}
+        found["staged"] = slots.stage(3, read_peft_folder(folder).encode()).model_dump()
+        found["before"] = answer()
+        slots.activate(3)
+        found["adapted"], found["chosen"] = answer(), answer(custom_params={"orbit_version": 0})
+        try:
+            slots.activate(9)
+        except CallError as error:
+            found["refused"] = str(error)
+        found["rolled_back"] = slots.rollback().active_version
+        found["discarded"] = slots.discard().discarded
+        print("FOUND", json.dumps(found))
+    finally:
+        engine.shutdown()
+
+
+if __name__ == "__main__":
+    main()
