@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
 
 # Seconds that a group takes on one core, roughly; the longest start first, so that two workers end together.
 SECONDS = {
-    "run": 480,
+    "run": 340,
     "smollm2": 230,
     "qwen3": 180,
     "qwen3 on two ranks": 100,

@@ -49,8 +49,13 @@ def _name(process: psutil.Process) -> str:
         return ""
 
 
-def test_a_killed_server_ends_the_run(train_as_deployed, models, tmp_path):
-    """This run's processes all start as they do outside of tests; until then it trains as every other."""
+def test_a_killed_server_ends_the_run(train, models, tmp_path):
+    check_ended(train, models(torch.bfloat16), tmp_path, signal.SIGKILL)
+
+
+@pytest.mark.long
+def test_a_killed_server_ends_a_run_whose_processes_start_as_a_users(train_as_deployed, models, tmp_path):
+    """Until then it trains as every other."""
     check_ended(train_as_deployed, models(torch.bfloat16), tmp_path, signal.SIGKILL).check_parity()
 
 

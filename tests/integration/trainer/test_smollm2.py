@@ -16,7 +16,9 @@ TEXT = "What is 37 plus 48? Answer with the number. The answer is 85, because 30
 FP32 = {"override_transformer_config": {"params_dtype": "float32"}}
 
 
-@pytest.mark.parametrize("style", ["fp8", "int4", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize(
+    "style", ["fp8", "int4", *(pytest.param(style, marks=pytest.mark.long) for style in ("nvfp4", "mxfp4"))]
+)
 def test_equals_transformers_on_the_dequantised_weights_per_token(smollm2, tmp_path, style):
     """The bits of the files, no copy beside them, and per token what they mean.
 
