@@ -1,5 +1,7 @@
 """Synchronous runs, fp32 base, KL loss on: parity, what travels, what stays, and resume."""
 
+import collections
+import json
 import shutil
 
 import pytest
@@ -29,7 +31,8 @@ def model(models):
 
 @pytest.fixture(scope="module")
 def six_steps(train, model, tmp_path_factory):
-    return train(model, tmp_path_factory.mktemp("six"), *SIX_STEPS).succeeded()
+    folder = tmp_path_factory.mktemp("six")
+    return train(model, folder, *SIX_STEPS, f"trainer.rollout_data_dir={folder}/rollouts").succeeded()
 
 
 def adapter_file(run, step):
@@ -48,6 +51,17 @@ def test_every_version_is_served(six_steps):
         assert step["orbit/version/trainer"] == step["orbit/version/served"] == number + 1
         assert step["orbit/version/lag"] == 0
         assert step["orbit/sync/activate_pause_ms"] < 50  # the median is held below 1 ms in the server tests
+
+
+def test_equal_prompts_of_a_batch_have_samples_of_their_own(six_steps):
+    """A batch has eight prompts of six kinds, with four samples each."""
+    for file in (six_steps.folder / "rollouts").iterdir():
+        outputs = collections.defaultdict(list)
+        for line in file.read_text().splitlines():
+            outputs[json.loads(line)["input"]].append(json.loads(line)["output"])
+        repeated = [samples for samples in outputs.values() if len(samples) > 4]
+        assert repeated and sum(map(len, outputs.values())) == 32
+        assert all(len(set(samples)) > 4 for samples in repeated), repeated
 
 
 def test_validation_uses_the_active_version(six_steps):
