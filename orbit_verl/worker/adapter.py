@@ -82,14 +82,17 @@ class TrainerAdapter:
         return sum(parameter.nbytes for parameter in self.named_parameters().values())
 
     def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields copies of all ranks' tensors by ``named_parameters``' names; all ranks iterate."""
+        """Yields copies of all ranks' tensors by ``named_parameters``' names; all ranks iterate, before the next step."""
         return whole_tensors(self._tensors, lambda name: {name: self._tensors[name]}, self._whole_shapes, self._layout)
 
     def whole_of_parts(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the same under all of peft's names: a copy that parts share goes by each part's."""
-        for name, tensor in self.whole():
-            for part in self.config.tied_names(name) if self.tied else (name,):
-                yield part, tensor
+        """Returns the same under all of peft's names: a copy that parts share goes by each part's."""
+        whole = self.whole()  # now, and not when the first is taken
+        return (
+            (part, tensor)
+            for name, tensor in whole
+            for part in (self.config.tied_names(name) if self.tied else (name,))
+        )
 
     def export(self) -> Adapter:
         """Returns a copy of the whole adapter, on every rank; later training does not change it."""

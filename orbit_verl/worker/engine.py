@@ -186,7 +186,8 @@ class OrbitEngine(MegatronEngineWithLMHead):
     def get_per_tensor_param(self, **_verl: Any) -> tuple[Iterator[tuple[str, torch.Tensor]], dict[str, Any]]:
         """Returns copies of the whole adapter as (peft name, tensor), made as they are taken, and peft's configuration.
 
-        A copy that parts share comes under each part's name. All ranks take them to the end. The base never travels.
+        A copy that parts share comes under each part's name. All ranks take them to the end, before the next step: what
+        has changed by then is refused, not handed out. The base never travels.
         """
         return self.adapter.whole_of_parts(), self.adapter.config.to_peft()
 

@@ -34,8 +34,27 @@ def whole_tensors(
             and tensors of the shape that the rank holds; a layer's experts in one dtype.
         shapes: of the whole tensors by name.
         layout: what this rank holds.
+
+    Raises:
+        RuntimeError: while it is iterated, if what is held has changed since the call: the rest would be of another step.
     """
-    return _of_all_stages(_of_stage(names, held, shapes, layout), layout)
+    names = list(names)
+    versions = {name: _versions(held(name)) for name in names}
+
+    def unchanged(name: str) -> Mapping[str, torch.Tensor]:
+        found = held(name)
+        if _versions(found) != versions[name]:
+            raise RuntimeError(
+                f"{name} has changed since its copies were asked for; take all of them before the next step"
+            )
+        return found
+
+    return _of_all_stages(_of_stage(names, unchanged, shapes, layout), layout)
+
+
+def _versions(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
+    """Returns what changes with a tensor: where it is, and torch's count of the writes to it."""
+    return {name: (tensor.data_ptr(), tensor._version) for name, tensor in tensors.items()}
 
 
 def whole_tensor(held: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

@@ -25,12 +25,11 @@ def resident_bytes(engine) -> dict[str, int]:
         for tensor in (*chunk.parameters(), *chunk.buffers())
         if id(tensor) not in trained_ids
     ]
-    state = engine.optimizer.state_tensors() if engine.optimizer is not None else {}
     return {
         f"{PREFIX}/base_bytes": sum(tensor.nbytes for tensor in frozen),
         f"{PREFIX}/adapter_bytes": engine.adapter.num_bytes,
         f"{PREFIX}/gradient_bytes": sum(4 * parameter.numel() for parameter in trained.values()),
-        f"{PREFIX}/optimizer_bytes": sum(tensor.nbytes for tensor in state.values()),
+        f"{PREFIX}/optimizer_bytes": 0 if engine.optimizer is None else engine.optimizer.num_bytes,
     }
 
 

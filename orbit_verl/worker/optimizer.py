@@ -119,11 +119,16 @@ class AdapterOptimizer:
         self.zero_grad()
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Returns this rank's masters, moments and step counts as ``<field>/<tensor name>``, for safetensors."""
-        return {key: tensor for name in self._masters for key, tensor in self._state_of(name).items()}
+        """Returns copies of this rank's masters, moments and step counts as ``<field>/<tensor name>``, for safetensors."""
+        return {key: tensor.clone() for name in self._masters for key, tensor in self._state_of(name).items()}
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the size of this rank's masters, moments and step counts."""
+        return sum(tensor.nbytes for name in self._masters for tensor in self._state_of(name).values())
 
     def whole_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields copies of all ranks' ``state_tensors``; all ranks iterate."""
+        """Yields copies of all ranks' ``state_tensors``; all ranks iterate, before the next step."""
         return whole_tensors(self._masters, self._state_of, self._shapes, self._layout)
 
     @torch.no_grad()

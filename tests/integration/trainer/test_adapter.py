@@ -267,6 +267,23 @@ def test_export_is_a_copy_that_loads_back(checkpoints, method):
     assert other.export_adapter().digest() == before
 
 
+def test_an_export_that_is_taken_after_a_step_is_refused(checkpoints, method):
+    """It would be of the later state, or of both."""
+    engine = make_engine(checkpoints["qwen3", FP32], **method)
+    train_step(engine, sequences())
+    (tensors, _), state = engine.get_per_tensor_param(), engine.optimizer.whole_state()
+    copies = engine.optimizer.state_tensors()
+    begun = engine.optimizer.whole_state()
+    first, taken = next(begun)
+    kept = taken.clone()
+    train_step(engine, sequences())
+    for late in (tensors, state, begun):
+        with pytest.raises(RuntimeError, match="has changed since its copies were asked for; take all of them before"):
+            list(late)
+    assert torch.equal(kept, taken) and torch.equal(copies[first], taken)
+    assert not torch.equal(copies[first], engine.optimizer.state_tensors()[first])
+
+
 @pytest.mark.parametrize("fused", ("tied", "split"))
 def test_an_export_holds_what_is_trained(checkpoints, fused, method):
     """No more: what parts share is gathered, digested and sent once; a run of the other kind takes it all the same."""
