@@ -9,6 +9,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import ServerArgs
 
 from orbit_sglang.control.messages import INFO_KEY
+from orbit_sglang.model.resident import ResidentBase
 from orbit_sglang.model.slots import BatchSlots, SlotBank
 from orbit_sglang.startup.options import SlotsConfig
 
@@ -33,6 +34,7 @@ def after_load_model(result: None, runner: ModelRunner) -> None:
     """Puts the slots beside the linears; runs after ``ModelRunner.load_model``."""
     if not runner.server_args.enable_orbit_slots:
         return
+    runner.orbit_resident = ResidentBase(runner.model)  # without the slots, which change
     server_args = runner.server_args
     batch = BatchSlots(
         most_tokens(server_args, runner.model_config.context_len), next(runner.model.parameters()).device

@@ -21,13 +21,14 @@ from orbit_kernels.contract.answers import Activated, Base, Discarded, Staged, S
 from orbit_kernels.contract.errors import ErrorCode, Refusal
 from orbit_kernels.contract.keys import REQUESTED_VERSION_KEY, InflightMode
 from orbit_kernels.contract.versions import BASE_VERSION
-from orbit_sglang.control import messages
+from orbit_sglang.control import gate, messages
 from orbit_sglang.control.metrics import SlotMetrics
 from orbit_sglang.control.refusals import VersionNotHeld
 from orbit_sglang.control.slots import BASE_SLOT
 from orbit_sglang.model.ranks import ServerRanks
+from orbit_sglang.model.resident import ResidentBase
 from orbit_sglang.model.slots import SlotBank
-from orbit_sglang.scheduler.staging import StageJob, StageOutcome
+from orbit_sglang.scheduler.staging import StageJob, StageOutcome, base_changed
 from orbit_sglang.scheduler.versions import SlotVersions
 from orbit_sglang.startup.options import SlotsConfig
 from orbit_sglang.upstream import hooks
@@ -59,8 +60,11 @@ class SlotScheduler:
     The ranks of a server have one each, and all take the same steps.
     """
 
-    def __init__(self, scheduler: Scheduler, bank: SlotBank, config: SlotsConfig, ranks: ServerRanks):
+    def __init__(
+        self, scheduler: Scheduler, bank: SlotBank, base: ResidentBase, config: SlotsConfig, ranks: ServerRanks
+    ):
         self._scheduler = scheduler
+        self._base_in_memory = base
         self._bank = bank
         self._config = config
         self._ranks = ranks
@@ -170,6 +174,9 @@ class SlotScheduler:
         )
 
     def _base(self, request: messages.BaseManifestRequest) -> Base:
+        changed = [name for of_rank in self._ranks.gather(self._base_in_memory.changed()) for name in of_rank]
+        if changed:
+            raise Refusal(ErrorCode.BASE_CHANGED, base_changed(changed), changed)
         # Not validated: it has an entry for each of a checkpoint's tensors, and the scheduler's loop waits.
         return Base.model_construct(**self._scheduler.tp_worker.model_runner.model.orbit_base)
 
@@ -179,7 +186,7 @@ class SlotScheduler:
         except Refusal as refusal:
             self._metrics.count_rejection(refusal.code)
             raise
-        self._job = StageJob(request, self._bank, slot)
+        self._job = StageJob(request, self._bank, self._base_in_memory, slot)
         self._job.start()
 
     def _finish_stage(self, job: StageJob) -> None:
@@ -290,9 +297,9 @@ def install(result: None, scheduler: Scheduler) -> None:
     if not scheduler.server_args.enable_orbit_slots:
         return
     hooks.require_applied()
-    bank = scheduler.tp_worker.model_runner.orbit_slots
+    runner = scheduler.tp_worker.model_runner
     config, ranks = SlotsConfig.from_server_args(scheduler.server_args), ServerRanks(scheduler.tp_group)
-    scheduler.orbit = SlotScheduler(scheduler, bank, config, ranks)
+    scheduler.orbit = SlotScheduler(scheduler, runner.orbit_slots, runner.orbit_resident, config, ranks)
     scheduler._request_dispatcher += scheduler.orbit.handlers()
 
 
@@ -300,6 +307,18 @@ def before_queue(scheduler: Scheduler, req: Req, *args: Any, **kwargs: Any) -> N
     """Admits a request; runs before ``Scheduler._add_request_to_queue``."""
     if scheduler.server_args.enable_orbit_slots:
         scheduler.orbit.admit(req)
+
+
+def before_input(scheduler: Scheduler, recv_reqs: list) -> None:
+    """Drops messages that would change the base; runs before ``Scheduler.process_input_requests``."""
+    if not scheduler.server_args.enable_orbit_slots:
+        return
+    refused = [message for message in recv_reqs if gate.reason_to_refuse(message) is not None]
+    for message in refused:
+        recv_reqs.remove(message)
+        answer = gate.refuse(message)
+        if answer is not None and scheduler.recv_from_rpc is not None:
+            scheduler.recv_from_rpc.send_pyobj(answer)
 
 
 def after_input(result: None, scheduler: Scheduler, recv_reqs: list) -> None:

@@ -11,6 +11,7 @@ from orbit_kernels.contract.answers import StagedAdapter
 from orbit_kernels.contract.errors import ErrorCode
 from orbit_kernels.contract.payload import AdapterError
 from orbit_sglang.control.messages import StageRequest
+from orbit_sglang.model.resident import ResidentBase
 from orbit_sglang.model.slots import SlotBank
 
 logger = logging.getLogger(__name__)
@@ -18,15 +19,16 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class StageFailure:
-    """A ``StageFailure`` says why a staging failed; it has ``problems`` when the payload itself was refused."""
+    """A ``StageFailure`` says why a staging failed, with the problems of the payload or the tensors of the base."""
 
+    code: ErrorCode
     message: str
     problems: list[str] | None = None
 
-    @property
-    def code(self) -> ErrorCode:
-        """Returns what the answer calls it."""
-        return ErrorCode.STAGE_FAILED if self.problems is None else ErrorCode.ADAPTER_REFUSED
+
+def base_changed(tensors: Sequence[str]) -> str:
+    """Says that the resident base is not what was loaded, and what to do."""
+    return f"{len(tensors)} tensors of the frozen base are no longer what was loaded; start the server again"
 
 
 @dataclasses.dataclass
@@ -49,7 +51,7 @@ class StageOutcome:
         if failed is not None:
             rank, outcome = failed
             on_rank = f"rank {rank}: " if len(outcomes) > 1 else ""
-            staged, failure = None, StageFailure(on_rank + outcome.failure.message, outcome.failure.problems)
+            staged, failure = None, dataclasses.replace(outcome.failure, message=on_rank + outcome.failure.message)
         return cls(
             staged=staged,
             failure=failure,
@@ -61,15 +63,16 @@ class StageOutcome:
 class StageJob:
     """A ``StageJob`` reads, checks and writes a payload.
 
-    The slot is written only after every check has passed. The thread keeps the priority of the others: one that is
+    The slot is written only after every check has passed, that of the base in memory included. The thread keeps the priority of the others: one that is
     lower loses its core while it holds Python's lock, and the scheduler's loop then waits for both.
 
     The scheduler polls ``done`` and then reads ``outcome``; until then only the job touches the slot.
     """
 
-    def __init__(self, request: StageRequest, bank: SlotBank, slot: int):
+    def __init__(self, request: StageRequest, bank: SlotBank, base: ResidentBase, slot: int):
         self.request = request
         self.outcome = StageOutcome()
+        self._base = base
         self._bank = bank
         self._slot = slot
         self._thread = threading.Thread(target=self._run, name="orbit-stage", daemon=True)
@@ -87,6 +90,9 @@ class StageJob:
         start = time.perf_counter()
         try:
             prepared = self._bank.prepare(pathlib.Path(self.request.path).read_bytes())
+            if changed := self._base.changed():
+                self.outcome.failure = StageFailure(ErrorCode.BASE_CHANGED, base_changed(changed), changed)
+                return
             self.outcome.overwritten = True
             prepared.write(self._slot)
             self.outcome.staged = StagedAdapter(
@@ -97,8 +103,11 @@ class StageJob:
                 modules=prepared.module_counts(),
             )
         except AdapterError as error:
-            self.outcome.failure = StageFailure("the adapter was refused", error.problems)
+            self.outcome.failure = StageFailure(ErrorCode.ADAPTER_REFUSED, "the adapter was refused", error.problems)
         except Exception as error:  # whatever it is, the scheduler must answer and serve on
             logger.exception("Staging version %d failed", self.request.version)
-            self.outcome.failure = StageFailure(f"staging failed: {type(error).__name__}: {error}")
-        self.outcome.seconds = time.perf_counter() - start
+            self.outcome.failure = StageFailure(
+                ErrorCode.STAGE_FAILED, f"staging failed: {type(error).__name__}: {error}"
+            )
+        finally:
+            self.outcome.seconds = time.perf_counter() - start

@@ -102,8 +102,11 @@ class Publisher:
 
 
 def _is_failure(error: CallError) -> bool:
-    """Says whether the server or the way to it broke down, which another try may find repaired."""
-    return error.status is None or error.status >= 500
+    """Says whether the server or the way to it broke down, which another try may find repaired.
+
+    A base that is no longer what the trainer compared at the start stays so.
+    """
+    return error.status is None or (error.status >= 500 and error.code is not ErrorCode.BASE_CHANGED)
 
 
 def _activated(status: Status, version: int) -> Activated | None:

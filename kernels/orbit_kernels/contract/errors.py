@@ -24,6 +24,7 @@ class ErrorCode(enum.StrEnum):
     BAD_VERSION = "bad_version", 400
     BAD_INFLIGHT = "bad_inflight", 400
     VERSION_NOT_HELD = "version_not_held", 400
+    ROUTE_REFUSED = "route_refused", 403
     BODY_TIMEOUT = "body_timeout", 408
     STAGING_IN_PROGRESS = "staging_in_progress", 409
     SLOT_IN_USE = "slot_in_use", 409
@@ -34,6 +35,7 @@ class ErrorCode(enum.StrEnum):
     NOTHING_TO_ROLL_BACK = "nothing_to_roll_back", 409
     ADAPTER_TOO_LARGE = "adapter_too_large", 413
     ADAPTER_REFUSED = "adapter_refused", 422
+    BASE_CHANGED = "base_changed", 500
     STAGE_FAILED = "stage_failed", 500
     SERVER_FAILED = "server_failed", 500
     SCHEDULER_TIMEOUT = "scheduler_timeout", 503

@@ -70,6 +70,7 @@ BASE = Route(
     summary="What the frozen base is, to the bit",
     answer=answers.Base,
     needs_key=False,
+    refusals=(ErrorCode.BASE_CHANGED,),
 )
 STAGE = Route(
     method="POST",
@@ -85,6 +86,7 @@ STAGE = Route(
         ErrorCode.STAGING_IN_PROGRESS,
         ErrorCode.ADAPTER_TOO_LARGE,
         ErrorCode.ADAPTER_REFUSED,
+        ErrorCode.BASE_CHANGED,
         ErrorCode.STAGE_FAILED,
     ),
     query=("version",),
@@ -133,3 +135,6 @@ ADAPTER = Route(
 )
 
 ROUTES = (STATUS, BASE, STAGE, ACTIVATE, ROLLBACK, DISCARD, ADAPTER)
+
+STOCK_REFUSALS = (ErrorCode.BAD_BODY, ErrorCode.VERSION_NOT_HELD, ErrorCode.ROUTE_REFUSED)
+"""A server with slots refuses requests to SGLang's own routes with these codes."""
