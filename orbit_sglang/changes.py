@@ -10,9 +10,11 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from orbit_kernels.upstream.ledger import Added, Change, Device, OnInstance, name_of
 from orbit_sglang.base import quantization, recording
-from orbit_sglang.cpu import compressed_tensors, engine, experts, fp8, linear, loading, sampling
+from orbit_sglang.control import gate
+from orbit_sglang.cpu import compressed_tensors, engine, experts, fp8, grammar, linear, loading, sampling
 from orbit_sglang.cpu import latent_attention as cpu_latent_attention
-from orbit_sglang.http import refusals, reporting, request_body, routes, states
+from orbit_sglang.http import ending, refusals, reporting, request_body, request_check, routes, states
+from orbit_sglang.http import gate as http_gate
 from orbit_sglang.model import forward, latent_attention
 from orbit_sglang.model.slotted import AdaptedExpertsInput, AdaptedLatent, AdaptedLayer
 from orbit_sglang.model.slotted import experts as slotted_experts
@@ -139,6 +141,34 @@ def _http() -> list[Change]:
             until="SGLang passes unknown keys of a body on to the scheduler",
         ),
         Added(
+            target=_SERVER + "app.add_middleware",
+            by=name_of(http_gate.Gate),
+            why="routes that change weights, load adapters or are not known yet are refused, keys or no keys",
+            until="SGLang can freeze its weights",
+        ),
+        OnInstance(
+            method=gate.SEND,
+            by=name_of(gate.guard),
+            why="sgl.Engine and verl's actor send no message that changes weights or loads adapters",
+            until="SGLang can freeze its weights",
+        ),
+        _hook(
+            _TOKENIZER + "_create_tokenized_object",
+            AFTER,
+            request_check.after_create_tokenized_object,
+            ("self", "obj", "input_text", "input_ids"),
+            why="tokens outside the vocabulary, NaN as temperature and the like end SGLang's scheduler",
+            until="SGLang checks them",
+        ),
+        _hook(
+            _TOKENIZER + "sigterm_watchdog",
+            AROUND,
+            ending.around_watchdog,
+            ("self",),
+            why="a SIGTERM ends the server in bounded time",
+            until="SGLang bounds its wait for running requests",
+        ),
+        Added(
             target=_DISPATCHER,
             by=name_of(routes.install),
             why="replies of the scheduler to control operations find their route",
@@ -240,6 +270,14 @@ def _scheduler() -> list[Change]:
             ("self", "req", "is_retracted"),
             why="a request gets its version and that version's namespace of the prefix cache",
             until=SLOTS,
+        ),
+        _hook(
+            _SCHEDULER + "process_input_requests",
+            BEFORE,
+            slot_scheduler.before_input,
+            ("self", "recv_reqs"),
+            why="messages that change weights or load adapters are refused, whoever sent them",
+            until="SGLang can freeze its weights",
         ),
         _hook(
             _SCHEDULER + "process_input_requests",
@@ -438,6 +476,14 @@ def _cpu_engine() -> list[Change]:
             ("logprobs", "seed", "positions"),
             why="SGLang's seeded sampling is a Triton kernel",
             until="SGLang has one in torch",
+        ),
+        _cpu_hook(
+            "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",
+            REPLACE,
+            grammar.apply_vocab_mask,
+            ("self", "logits", "vocab_mask"),
+            why="SGLang raises on a CPU, and a request with a regex or a JSON schema ends the server",
+            until="SGLang applies the mask on a CPU",
         ),
         _cpu_hook(
             _LOADER,

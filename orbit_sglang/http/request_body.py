@@ -2,12 +2,11 @@
 
 SGLang 0.5.12 drops keys that its request models do not declare, and the models are frozen into the routes when
 ``http_server`` is imported, before or after the plugin. So the key moves, ahead of the routes, to the field that does
-reach the scheduler: ``custom_params``, inside ``sampling_params`` for the native route. The other generation routes
-build their sampling parameters from fields of their own and would drop it, so they refuse the key.
+reach the scheduler: ``custom_params``, inside ``sampling_params`` for the native route. Every other route would drop it,
+so it refuses the key, wherever in its body that stands.
 """
 
 import json
-import os
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -16,18 +15,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from orbit_kernels.contract.errors import ErrorCode, Refusal
 from orbit_kernels.contract.keys import REQUESTED_VERSION_KEY
 from orbit_sglang.http.refusals import serve_or_refuse
+from orbit_sglang.http.stock_routes import CHOOSING_PATHS, NATIVE_PATH, path_of
 
-NATIVE_PATH = "/generate"
-OPENAI_PATHS = ("/v1/completions", "/v1/chat/completions")
-# Named as SGLang 0.5.12 names them (entrypoints/http_server.py::"/v1/responses" and what follows).
-OTHER_PATHS = (
-    "/v1/responses",
-    "/v1/messages",
-    "/invocations",
-    os.environ.get("SGLANG_OLLAMA_CHAT_ROUTE", "/api/chat"),
-    os.environ.get("SGLANG_OLLAMA_GENERATE_ROUTE", "/api/generate"),
-    os.environ.get("AIP_PREDICT_ROUTE", "/vertex_generate"),
-)
+_WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")
+_OWN_PREFIX = "/orbit/"
 
 
 class VersionInBody:
@@ -38,11 +29,14 @@ class VersionInBody:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
-        if scope["type"] == "http" and scope["path"] in (NATIVE_PATH, *OPENAI_PATHS, *OTHER_PATHS):
+        path = path_of(scope) if scope["type"] == "http" else _OWN_PREFIX
+        if not path.startswith(_OWN_PREFIX) and scope["method"] not in _WITHOUT_BODY:
             body, disconnected = await _read(receive)
             try:
+                if REQUESTED_VERSION_KEY.encode() in scope["query_string"]:
+                    raise ValueError(f"{REQUESTED_VERSION_KEY} stands in the query: it belongs at the top of the body")
                 if not disconnected:
-                    receive = _replay(move_version(body, scope["path"]), receive)
+                    receive = _replay(move_version(body, path), receive)
             except (ValueError, RecursionError) as error:
                 problem = "the body is nested too deeply" if isinstance(error, RecursionError) else str(error)
                 refusal = Refusal(ErrorCode.BAD_BODY, problem)
@@ -66,10 +60,10 @@ def move_version(body: bytes, path: str) -> bytes:
         request = json.loads(body)
     except ValueError:
         return body
-    if path in OTHER_PATHS and _has_key(request):
-        supported = ", ".join((NATIVE_PATH, *OPENAI_PATHS))
+    if path not in CHOOSING_PATHS and _has_key(request):
+        supported = ", ".join(CHOOSING_PATHS)
         raise ValueError(f"{path} cannot choose a version; send {REQUESTED_VERSION_KEY} to one of {supported}")
-    if not isinstance(request, dict) or REQUESTED_VERSION_KEY not in request:
+    if path not in CHOOSING_PATHS or not isinstance(request, dict) or REQUESTED_VERSION_KEY not in request:
         return body
     version = request.pop(REQUESTED_VERSION_KEY)
     for holder in _holders(request, path):

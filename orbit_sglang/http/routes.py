@@ -18,7 +18,9 @@ from orbit_kernels.contract.keys import DEFAULT_INFLIGHT, INFLIGHT_MODES, Inflig
 from orbit_kernels.contract.routes import Route
 from orbit_kernels.contract.versions import BASE_VERSION, MAX_VERSION
 from orbit_sglang.control import messages
+from orbit_sglang.control.gate import guard
 from orbit_sglang.http.frontend import Frontend
+from orbit_sglang.http.gate import Gate
 from orbit_sglang.http.openapi import described
 from orbit_sglang.http.request_body import VersionInBody
 from orbit_sglang.startup.options import SlotsConfig
@@ -101,6 +103,8 @@ def install(result: None, tokenizer_manager: TokenizerManager) -> None:
     tokenizer_manager._result_dispatcher += frontend.handlers()
     Routes(frontend).add_to(app)
     app.add_middleware(VersionInBody)
+    app.add_middleware(Gate)
+    guard(tokenizer_manager.send_to_scheduler)
 
 
 async def _answer(operation: Callable[[], Awaitable[dict[str, Any] | Response]]) -> Response:

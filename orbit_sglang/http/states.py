@@ -33,10 +33,11 @@ def around_abort(original: Callable, tokenizer_manager: TokenizerManager, recv_o
 
 def _drop_unsent(tokenizer_manager: TokenizerManager, obj: Any) -> None:
     """Drops a request's states, or those of a batch, that the scheduler knows nothing of."""
+    is_sampled = getattr(obj, "parallel_sample_num", 1) > 1  # the samples are sent, by ids of their own
     rids = obj.rid if isinstance(obj.rid, list) else [obj.rid]
     own = {id(one) for one in (obj, *obj.__dict__.get("_sub_obj_cache", {}).values())}
     for rid in rids:
         state = tokenizer_manager.rid_to_state.get(rid)
         # Another request may have the same id, which is why this one was refused.
-        if state is not None and id(state.obj) in own and not state.time_stats.api_server_dispatch_time:
+        if state is not None and id(state.obj) in own and (is_sampled or not state.time_stats.api_server_dispatch_time):
             del tokenizer_manager.rid_to_state[rid]

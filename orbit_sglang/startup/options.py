@@ -160,6 +160,10 @@ def unsupported(server_args: Any, cpp_radix_tree: bool) -> list[str]:
             "--enable-return-routed-experts with --enable-hierarchical-cache: a prefix that comes back from the host leaves its "
             "record behind; leave one of them out"
         )
+    if server_args.device == "cpu" and server_args.grammar_backend not in ("xgrammar", "none"):
+        problems.append(
+            f"grammar_backend={server_args.grammar_backend!r} on cpu: one request with a regex ends the server; use 'xgrammar' or 'none'"
+        )
     if cpp_radix_tree:
         problems.append("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE=1: the C++ tree ignores the version's namespace; unset it")
     return problems

@@ -2,10 +2,13 @@
 
 import json
 import sys
+from collections.abc import Callable
 
 import sglang
+import torch
 
 from orbit_kernels.contract.client import CallError
+from orbit_kernels.contract.errors import Refusal
 from orbit_kernels.contract.peft_folder import read_peft_folder
 from orbit_sglang.client import EngineSlots
 
@@ -35,9 +38,28 @@ def main() -> None:
             found["refused"] = str(error)
         found["rolled_back"] = slots.rollback().active_version
         found["discarded"] = slots.discard().discarded
+        found["attacks"] = [_refused(call) for call in _attacks(engine, model)]
+        found["after"] = answer()
         print("FOUND", json.dumps(found))
     finally:
         engine.shutdown()
+
+
+def _attacks(engine: sglang.Engine, model: str) -> list[Callable]:
+    """Calls that would change the base or write it out, or load an adapter of SGLang's own."""
+    return [
+        lambda: engine.update_weights_from_tensor([("model.norm.weight", torch.zeros(64))]),
+        lambda: engine.update_weights_from_disk(model),
+        lambda: engine.release_memory_occupation(),
+        lambda: engine.collective_rpc("save_sharded_model", path="unused", pattern=None, max_size=None),
+    ]
+
+
+def _refused(call: Callable) -> str:
+    try:
+        return f"returned {call()}"
+    except (Refusal, AssertionError) as error:
+        return str(error)
 
 
 if __name__ == "__main__":

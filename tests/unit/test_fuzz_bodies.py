@@ -18,8 +18,9 @@ from orbit_kernels.contract.keys import INFLIGHT_MODES, REQUESTED_VERSION_KEY
 from orbit_kernels.contract.payload import Adapter, AdapterError
 from orbit_kernels.contract.versions import MAX_VERSION
 from orbit_sglang.control import messages
-from orbit_sglang.http.request_body import NATIVE_PATH, OPENAI_PATHS, OTHER_PATHS, VersionInBody
+from orbit_sglang.http.request_body import VersionInBody
 from orbit_sglang.http.routes import Routes
+from orbit_sglang.http.stock_routes import CHOOSING_PATHS, NATIVE_PATH
 from tests.support.fuzz_bodies import (
     JSON_TEXTS,
     assembled,
@@ -113,7 +114,7 @@ def test_a_header_that_no_fuzzer_may_miss_is_refused(entry):
 
 
 @fuzzed(1000)
-@given(json_bodies(GENERATION), st.sampled_from([NATIVE_PATH, *OPENAI_PATHS, *OTHER_PATHS]))
+@given(json_bodies(GENERATION), st.sampled_from([*CHOOSING_PATHS, "/v1/responses", "/v1/score", "/invocations"]))
 def test_a_generation_body_passes_or_has_its_version_moved_or_is_refused(body, path):
     refusal, passed = [], []
 
@@ -126,7 +127,8 @@ def test_a_generation_body_passes_or_has_its_version_moved_or_is_refused(body, p
     async def send(message: dict) -> None:
         refusal.append(message)
 
-    result_of(VersionInBody(app)({"type": "http", "path": path}, receive, send))
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b""}
+    result_of(VersionInBody(app)(scope, receive, send))
     if refusal:
         assert refusal[0]["status"] == 400 and not passed
         assert_refusal(refusal[1]["body"])

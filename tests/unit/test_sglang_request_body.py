@@ -3,7 +3,11 @@ import json
 
 import pytest
 
-from orbit_sglang.http.request_body import OTHER_PATHS, VersionInBody, move_version
+from orbit_sglang.http.request_body import VersionInBody, move_version
+from orbit_sglang.http.stock_routes import CHOOSING_PATHS, SERVED
+
+POST = {"type": "http", "method": "POST", "path": "/generate", "query_string": b""}
+OTHER_PATHS = sorted({path for method, path in map(str.split, SERVED) if method != "GET"} - set(CHOOSING_PATHS))
 
 
 def moved(body: dict, path: str) -> dict:
@@ -67,7 +71,7 @@ def test_a_body_nested_too_deeply_is_answered_and_goes_no_further():
     async def app(scope, receive, send):
         pytest.fail("the body was passed on")
 
-    asyncio.run(VersionInBody(app)({"type": "http", "path": "/generate"}, receive, send))
+    asyncio.run(VersionInBody(app)(POST, receive, send))
     assert sent[0]["status"] == 400 and b"nested too deeply" in sent[1]["body"]
 
 
@@ -85,6 +89,6 @@ def test_middleware_joins_chunks_and_keeps_later_messages():
     async def app(scope, receive, send):
         seen.extend([await receive(), await receive()])
 
-    asyncio.run(VersionInBody(app)({"type": "http", "path": "/generate"}, receive, None))
+    asyncio.run(VersionInBody(app)(POST, receive, None))
     assert json.loads(seen[0]["body"])["sampling_params"] == {"custom_params": {"orbit_version": 4}}
     assert seen[1] == {"type": "http.disconnect"}

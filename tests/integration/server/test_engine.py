@@ -25,3 +25,6 @@ def test_an_engine_in_python_stages_activates_and_rolls_back(forked_python, chec
     assert found["adapted"]["ids"] != found["base"]["ids"]
     assert found["refused"].startswith("HTTP 409 version_not_staged: ")
     assert found["rolled_back"] == 0 and found["discarded"] == [3]
+    assert len(found["attacks"]) == 4
+    assert all("is refused with --enable-orbit-slots" in attack for attack in found["attacks"]), found["attacks"]
+    assert found["after"] == found["base"]
