@@ -8,7 +8,8 @@ changed word always changes the sum, and other changes miss it with a probabilit
 
 import torch
 
-CHUNK_WORDS = 1 << 18
+# So short on a CPU that torch computes a chunk on the calling thread: threads of its own would hold up the forward pass.
+CHUNK_WORDS = {"cpu": 1 << 14, "cuda": 1 << 24}
 _WORD_BYTES = 8
 
 
@@ -29,7 +30,7 @@ class ResidentBase:
             if isinstance(value, torch.Tensor) and value.numel()
         ]
         device = next(model.parameters()).device
-        self._factors = torch.randint(-(2**63), 2**63 - 1, (CHUNK_WORDS,), device=device) | 1
+        self._factors = torch.randint(-(2**63), 2**63 - 1, (CHUNK_WORDS[device.type],), device=device) | 1
         self._loaded = self._sums()
 
     def changed(self) -> list[str]:
@@ -49,6 +50,6 @@ class ResidentBase:
         if padding := -stored.numel() % _WORD_BYTES:
             stored = torch.nn.functional.pad(stored, (0, padding))
         total = torch.zeros((), dtype=torch.int64, device=self._factors.device)
-        for words in stored.view(torch.int64).split(CHUNK_WORDS):
+        for words in stored.view(torch.int64).split(len(self._factors)):
             total = total * self._factors[0] + (words * self._factors[: words.numel()]).sum()
         return total
