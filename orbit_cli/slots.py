@@ -80,6 +80,6 @@ def _client(server: str) -> SlotClient:
 def _print(operation: Callable[[], BaseModel]) -> None:
     try:
         print(operation().model_dump_json(indent=2))
-    except (CallError, ValueError) as error:
+    except (CallError, OSError, ValueError) as error:
         Console(stderr=True, highlight=False).print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(1) from None

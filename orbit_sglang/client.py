@@ -4,9 +4,10 @@ That of a server over HTTP is ``orbit_kernels.contract.client.SlotClient``, whic
 """
 
 from collections.abc import AsyncIterator, Awaitable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from orbit_kernels.contract.answers import Activated, Discarded, Staged, Status
+from orbit_kernels.contract.answers import Activated, Base, Discarded, Staged, Status
 from orbit_kernels.contract.client import CallError
 from orbit_kernels.contract.errors import Refusal
 from orbit_kernels.contract.keys import DEFAULT_INFLIGHT, InflightMode
@@ -34,6 +35,10 @@ class EngineSlots:
         """Returns what the slots hold."""
         return Status.model_validate(self._call(self._frontend.call(messages.StatusRequest())))
 
+    def base(self) -> Base:
+        """Returns what the frozen base is."""
+        return Base.model_validate(self._call(self._frontend.call(messages.BaseManifestRequest())))
+
     def stage(self, version: int, payload: bytes) -> Staged:
         """Puts a payload into an inactive slot."""
         return Staged.model_validate(self._call(self._frontend.stage(version, _chunks(payload))))
@@ -52,7 +57,11 @@ class EngineSlots:
         """Empties the inactive slots."""
         return Discarded.model_validate(self._call(self._frontend.call(messages.DiscardRequest())))
 
-    def _call(self, operation: Awaitable[dict[str, Any]]) -> dict[str, Any]:
+    def adapter(self, version: int) -> bytes:
+        """Returns a version's payload, as it was staged."""
+        return Path(self._call(self._frontend.payload(version))).read_bytes()
+
+    def _call[Answer](self, operation: Awaitable[Answer]) -> Answer:
         try:
             return self._engine.loop.run_until_complete(operation)
         except Refusal as refusal:

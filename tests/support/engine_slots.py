@@ -28,7 +28,10 @@ def main() -> None:
             return {"ids": answer["output_ids"], "spans": answer["meta_info"]["orbit_versions"]}
 
         found = {"base": answer()}
-        found["staged"] = slots.stage(3, read_peft_folder(folder).encode()).model_dump()
+        payload = read_peft_folder(folder).encode()
+        found["staged"] = slots.stage(3, payload).model_dump()
+        found["kept"] = slots.adapter(3) == payload
+        found["tensors"] = sorted(slots.base().tensors)
         found["before"] = answer()
         slots.activate(3)
         found["adapted"], found["chosen"] = answer(), answer(custom_params={"orbit_version": 0})

@@ -231,12 +231,6 @@ def test_what_has_no_effect_when_served_is_no_reason_to_refuse(name, key):
         assert AdapterConfig.from_peft(changed) == config
 
 
-def test_blocks_by_their_number_are_refused_as_such():
-    peft = OFTConfig(r=4, oft_block_size=0, target_modules=list(TARGETS)).to_dict()
-    with pytest.raises(ValueError, match="^oft_block_size 0, r 4: .* in place of r"):
-        AdapterConfig.from_peft(peft | {"peft_type": "OFT"})
-
-
 def test_a_tensor_of_the_other_method_is_listed(model, method):
     """docs/field-cases.md: names that fit nothing."""
     adapter = random_adapter(model, method)

@@ -29,7 +29,10 @@ def read_peft_folder(folder: str | Path) -> Adapter:
         tensors = safetensors.torch.load_file(weights)
     except safetensors.SafetensorError as error:
         raise ValueError(f"adapter file {weights} is not a safetensors file: {error}") from None
-    return Adapter(tensors, AdapterConfig.from_peft_json(config.read_text()))
+    try:
+        return Adapter(tensors, AdapterConfig.from_peft_json(config.read_text()))
+    except ValueError as error:
+        raise ValueError(f"{config}: {error}") from None
 
 
 def write_peft_folder(adapter: Adapter, folder: str | Path, base_model: str | None = None) -> None:

@@ -20,6 +20,7 @@ def test_an_engine_in_python_stages_activates_and_rolls_back(forked_python, chec
     (line,) = (line for line in ran.stdout.splitlines() if line.startswith("FOUND "))
     found = json.loads(line.removeprefix("FOUND "))
     assert found["staged"]["version"] == 3 and found["staged"]["digest"] == adapter.untied().digest()
+    assert found["kept"] and "model.norm.weight" in found["tensors"]
     assert found["base"] == found["before"] == found["chosen"]
     assert found["base"]["spans"] == [[0, 0, 8]] and found["adapted"]["spans"] == [[3, 0, 8]]
     assert found["adapted"]["ids"] != found["base"]["ids"]

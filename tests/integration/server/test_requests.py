@@ -97,9 +97,11 @@ def test_the_openai_package_reads_streams_as_its_users_do(server):
     assert chunks[-1].metadata["orbit_versions"] == whole.metadata["orbit_versions"] == [[[0, 0, 6]]]
 
 
-def test_sglangs_own_benchmark_reads_streams(server):
-    names = ("disable_stream", "disable_ignore_eos", "return_logprob", "print_requests", "header")
-    bench_serving.set_global_args(argparse.Namespace(**dict.fromkeys(names, False)))
+@pytest.mark.parametrize("streamed", [True, False])
+def test_sglangs_own_benchmark_reads_answers(server, streamed):
+    names = ("disable_ignore_eos", "return_logprob", "print_requests", "header")
+    options = dict.fromkeys(names, False) | {"disable_stream": not streamed}
+    bench_serving.set_global_args(argparse.Namespace(**options))
     for send, route, prompt in (
         (bench_serving.async_request_openai_completions, "completions", TEXT),
         (bench_serving.async_request_openai_chat_completions, "chat/completions", [{"role": "user", "content": TEXT}]),

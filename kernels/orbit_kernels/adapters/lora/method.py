@@ -34,7 +34,7 @@ _ACCEPTED_PEFT_VALUES: dict[str, Any] = {
 }
 
 # Initialisations that leave the base weight as it is; the others (PiSSA, OLoRA, LoftQ, CorDA, LoRA-GA) subtract from it.
-_INITIALISATIONS = (True, False, "gaussian", "orthogonal", "eva")
+_INITIALISATIONS = (True, False, "gaussian", "orthogonal", "eva", "mica")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,11 @@ class LoRAMethod(AdapterMethod):
                 "base; convert it when saving (peft's path_initial_model_for_weight_conversion)"
             )
         method = cls(rank=required(peft, "r"), alpha=required(peft, "lora_alpha"))
-        if not peft.get("use_rslora"):
+        # A file without the key is of a release of peft that had no such scaling.
+        stabilised = peft.get("use_rslora", False)
+        if not isinstance(stabilised, bool):
+            raise ValueError(f"use_rslora {stabilised!r}: must be true or false, as it was trained")
+        if not stabilised:
             return method
         return cls(rank=method.rank, alpha=method.alpha * math.sqrt(method.rank))
 

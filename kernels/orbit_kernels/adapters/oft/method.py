@@ -98,13 +98,15 @@ class OFTMethod(AdapterMethod):
     def from_peft(cls, peft: Mapping[str, Any]) -> "OFTMethod":
         """Reads ``OFTConfig``."""
         refuse_options(peft, _ACCEPTED_PEFT_VALUES)
-        block_size, num_blocks = required(peft, "oft_block_size"), peft.get("r")
-        if not block_size and num_blocks:
+        if num_blocks := peft.get("r"):
             raise ValueError(
-                f"oft_block_size {block_size!r}, r {num_blocks!r}: as many blocks for every linear, so blocks of another width "
-                "for every input width; the slots have one width: train it with oft_block_size in place of r"
+                f"oft_block_size {peft.get('oft_block_size')!r}, r {num_blocks!r}: as many blocks for every linear, so blocks of "
+                "another width for every input width; the slots have one width: train it with oft_block_size in place of r"
             )
-        if not required(peft, "use_cayley_neumann"):
+        block_size, approximate = required(peft, "oft_block_size"), required(peft, "use_cayley_neumann")
+        if not isinstance(approximate, bool):
+            raise ValueError(f"use_cayley_neumann {approximate!r}: must be true or false, as it was trained")
+        if not approximate:
             return cls(block_size=block_size, cayley_neumann_terms=None)
         if _peft_version(peft) < Version(PEFT_VERSION):
             raise ValueError(
