@@ -259,8 +259,8 @@ def _rollout() -> list[Change]:
         Overridden(
             target=_V1 + "agent_loop_tq.AgentLoopManagerTQ",
             by="orbit_verl.rollout.agent_loop.OrbitAgentLoopManager",
-            names=("agent_loop_workers_class",),
-            why="builds these workers",
+            names=("agent_loop_workers_class", "generate_sequences"),
+            why="builds these workers, and numbers equal prompts of a step for their seeds",
             until="verl sends a seed with every sample",
         ),
         Overridden(
