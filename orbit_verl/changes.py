@@ -117,6 +117,7 @@ def _driver() -> list[Change]:
                 "_submit_batch_to_rollout",
                 "_balance_batch",
                 "_compute_old_log_prob",
+                "_update_actor",
                 "_consume_sync_metrics",
                 "checkpoint_manager",
             ),
@@ -165,8 +166,15 @@ def _driver() -> list[Change]:
         OnInstance(
             method=methods.SAMPLE,
             by="orbit_verl.driver.trainer.OrbitTrainer._build_replay_buffer",
-            why="a validation says which versions it was of",
+            why="a validation says which versions it was of, and a batch how many groups failed by their rewards",
             until=VERSIONS,
+        ),
+        OnInstance(
+            method=methods.SYNC_METADATA,
+            by="orbit_verl.driver.trainer.OrbitTrainer._build_replay_buffer",
+            why="a group with a reward that is no finite number fails: verl makes all of its advantages NaN with it, and a sample "
+            "without a reward ends the run with a KeyError",
+            until="verl fails a sample whose reward is no finite number",
         ),
     ]
 
@@ -259,8 +267,8 @@ def _rollout() -> list[Change]:
         Overridden(
             target=_V1 + "agent_loop_tq.AgentLoopManagerTQ",
             by="orbit_verl.rollout.agent_loop.OrbitAgentLoopManager",
-            names=("agent_loop_workers_class",),
-            why="builds these workers",
+            names=("agent_loop_workers_class", "generate_sequences"),
+            why="builds these workers, and numbers equal prompts of a step for their seeds",
             until="verl sends a seed with every sample",
         ),
         Overridden(

@@ -146,6 +146,11 @@ class OrbitConfig(Keys):
         None,
         "seed of every sample's tokens, for runs that can be repeated exactly; null uses the server's own generator",
     )
+    max_skipped_steps: int = option(
+        2,
+        "optimiser steps in a row that may be skipped because a gradient is not finite; one more stops the run",
+        at_least=0,
+    )
     poll_interval_s: float = option(0.1, "how often the trainer looks for finished samples, in seconds", above=0)
 
 

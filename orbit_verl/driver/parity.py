@@ -3,6 +3,8 @@
 Suffixes: T tokens.
 """
 
+import math
+
 import torch
 
 from orbit_verl.config.keys import ParitySettings
@@ -41,13 +43,20 @@ def parity_metrics(sampled_T: torch.Tensor, trained_T: torch.Tensor, kind: str =
 
 
 def violations(metrics: dict[str, float], settings: ParitySettings) -> list[str]:
-    """Returns the bounds that a step's metrics pass, as sentences; tokens of other versions are not bounded."""
-    found = []
+    """Returns the bounds that a step's metrics pass, as sentences.
+
+    Tokens of other versions are not bounded, but no log-prob may be other than a finite number.
+    """
+    found = [
+        f"{key} is {metrics[key]}: a log-prob of the trainer or a server is not a finite number"
+        for kind in ("", "audit_", "stale_")
+        if not math.isfinite(metrics.get(key := f"{PREFIX}/{kind}logprob_abs_diff_max", 0.0))
+    ]
     for kind in ("", "audit_"):
         for statistic in ("mean", "p99"):
             key = f"{PREFIX}/{kind}logprob_abs_diff_{statistic}"
             bound = getattr(settings, f"max_{statistic}")
             value = metrics.get(key)
-            if value is not None and bound is not None and not value <= bound:
+            if value is not None and bound is not None and value > bound:
                 found.append(f"{key} is {value:.3g}, above orbit.parity.max_{statistic}={bound:g}")
     return found

@@ -4,6 +4,7 @@ Suffixes: T trained tokens of the batch, in row order; R tokens of one row's res
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 import transfer_queue as tq
@@ -16,8 +17,10 @@ from orbit_kernels.contract.versions import version_of
 UNKNOWN_VERSION = -1
 """This is the version of a token whose row mixes versions in a way that its spans do not tell (several turns)."""
 
-VALIDATION_PARTITION = "val"
-"""This is verl's name for the samples of a validation in the TransferQueue."""
+TRAINING_PARTITION, VALIDATION_PARTITION = "train", "val"
+"""These are verl's names in the TransferQueue for the samples of the training and of a validation."""
+
+REWARD_FIELD = "rm_scores"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +63,17 @@ class SampledTokens:
                 version_of_row[row] = row_versions[0]
         flat_versions = [version for row_versions in versions for version in row_versions]
         return cls(torch.cat(sampled), torch.cat(trained), torch.tensor(flat_versions), version_of_row)
+
+
+def read_rewards(keys: Sequence[str]) -> list[float | None]:
+    """Returns the rewards of training samples by their keys; None for a sample without one."""
+    if not keys:
+        return []
+    data = tq.kv_batch_get(keys=keys, partition_id=TRAINING_PARTITION, select_fields=["response_mask", REWARD_FIELD])
+    if REWARD_FIELD in data:
+        return [reward_R.sum().item() for reward_R in data[REWARD_FIELD].unbind()]
+    # A batch has no field that one of its rows lacks.
+    return [None] if len(keys) == 1 else [reward for key in keys for reward in read_rewards([key])]
 
 
 def sampled_versions(batch: KVBatchMeta) -> set[int]:

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import math
 import os
 import time
 from collections import Counter
@@ -11,9 +12,11 @@ from types import ModuleType
 from typing import Any
 
 import ray
+import transfer_queue as tq
 from omegaconf import DictConfig
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
@@ -27,10 +30,17 @@ from orbit_kernels.upstream.ledger import NotInPlaceError
 from orbit_verl.driver.base_check import check_bases, served_manifest
 from orbit_verl.driver.parity import ParityError, parity_metrics, violations
 from orbit_verl.driver.run_config import is_orbit, read_orbit_config
-from orbit_verl.driver.samples import UNKNOWN_VERSION, VALIDATION_PARTITION, SampledTokens, sampled_versions
+from orbit_verl.driver.samples import (
+    TRAINING_PARTITION,
+    UNKNOWN_VERSION,
+    VALIDATION_PARTITION,
+    SampledTokens,
+    read_rewards,
+    sampled_versions,
+)
 from orbit_verl.publishing.checkpoint_engine import OrbitCheckpointManager
 from orbit_verl.upstream.imports import Process, require_applied
-from orbit_verl.upstream.methods import SAMPLE, WAIT_FOR_NEXT_POLL
+from orbit_verl.upstream.methods import SAMPLE, SYNC_METADATA, WAIT_FOR_NEXT_POLL
 from orbit_verl.worker.actor import OrbitActorWorker
 
 logger = logging.getLogger(__name__)
@@ -54,6 +64,8 @@ class OrbitTrainer(PPOTrainer):
         self._prompts_since_update = 0
         self._next_server_check = 0.0
         self._validated_versions: set[int] = set()
+        self._rewarded_groups: set[str] = set()
+        self._num_failed_groups = self._num_skipped_steps = 0
         super().__init__(config)
         self.replay_buffer.poll_interval = self.orbit.poll_interval_s
 
@@ -108,10 +120,14 @@ class OrbitTrainer(PPOTrainer):
                 raise RuntimeError(f"the frozen base changed during the run, on rank {rank}: {difference}")
 
     def _build_replay_buffer(self):
-        """Builds verl's buffer; it looks after the servers while it waits for samples, and notes validated versions."""
+        """Builds verl's buffer.
+
+        It looks after the servers while it waits for samples, fails groups by their rewards, and notes validated versions.
+        """
         buffer = super()._build_replay_buffer()
         WAIT_FOR_NEXT_POLL.replace_on(buffer, self._while_watching_servers(buffer._wait_for_next_poll))
-        SAMPLE.replace_on(buffer, self._noting_validated_versions(buffer.sample))
+        SYNC_METADATA.replace_on(buffer, self._failing_unrewarded(buffer, buffer._sync_metadata_from_transfer_queue))
+        SAMPLE.replace_on(buffer, self._noting_what_was_sampled(buffer.sample))
         return buffer
 
     def _while_watching_servers(self, wait_for_next_poll: Callable) -> Callable:
@@ -123,11 +139,44 @@ class OrbitTrainer(PPOTrainer):
 
         return wait
 
-    def _noting_validated_versions(self, sample: Callable) -> Callable:
+    def _failing_unrewarded(self, buffer: ReplayBuffer, sync_metadata: Callable) -> Callable:
+        """Lets groups fail in which a reward is not a finite number; verl replaces them as it does others that failed."""
+
+        def sync_and_fail() -> None:
+            sync_metadata()
+            # A colocated reward model gives its rewards after the batch is sampled.
+            if self.reward_loop_manager.reward_loop_worker_handles is None:
+                return
+            ended = buffer.finished_keys[TRAINING_PARTITION] | buffer.failure_keys[TRAINING_PARTITION]
+            self._rewarded_groups &= ended
+            samples = buffer.partitions[TRAINING_PARTITION]
+            keys = [key for key in samples if _group_of(key) in ended - self._rewarded_groups]
+            failed = {}
+            for key, reward in zip(keys, read_rewards(keys), strict=True):
+                if reward is None or not math.isfinite(reward):
+                    failed[_group_of(key)] = reward
+            self._rewarded_groups |= ended - failed.keys()
+            for group, reward in failed.items():
+                _fail_group(buffer, group)
+                logger.warning(
+                    "orbit: step %d: a reward is %s, must be a finite number: its group %s is left out and replaced; "
+                    "mend the reward function",
+                    self.global_steps,
+                    reward,
+                    group,
+                )
+            self._num_failed_groups += len(failed)
+
+        return sync_and_fail
+
+    def _noting_what_was_sampled(self, sample: Callable) -> Callable:
         def sample_and_note(*args, **kwargs):
             batch, metrics = sample(*args, **kwargs)
             if batch.partition_id == VALIDATION_PARTITION:
                 self._validated_versions |= sampled_versions(batch)
+            else:
+                metrics["orbit/rewards/failed_groups_total"] = self._num_failed_groups
+                self._num_failed_groups = 0
             return batch, metrics
 
         return sample_and_note
@@ -151,7 +200,7 @@ class OrbitTrainer(PPOTrainer):
         """Puts rows in the order of submission, not of completion: batch sums can then be repeated bit for bit."""
         batch.reorder(sorted(range(len(batch.keys)), key=lambda row: self._row_order(batch.keys[row])))
         for key in batch.keys:
-            self._submission_order.pop(key.rsplit("_", 2)[0], None)
+            self._submission_order.pop(_group_of(key), None)
         return super()._balance_batch(batch, metrics, *args, **kwargs)
 
     def _row_order(self, key: str) -> tuple[int, int, int]:
@@ -225,6 +274,25 @@ class OrbitTrainer(PPOTrainer):
             )
         logger.warning("orbit: parity: %s", message)
 
+    def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        """Does verl's update, and ends a run whose steps are skipped.
+
+        Raises:
+            RuntimeError: more steps in a row were skipped than ``orbit.max_skipped_steps``.
+        """
+        batch = super()._update_actor(batch, metrics)
+        skipped, in_a_row = self.actor_rollout_wg.skipped_steps()[0]
+        metrics["orbit/update/skipped_steps_total"] = skipped - self._num_skipped_steps
+        self._num_skipped_steps = skipped
+        if in_a_row > self.orbit.max_skipped_steps:
+            raise RuntimeError(
+                f"step {self.global_steps}: {in_a_row} optimiser steps in a row were skipped because the gradient is not "
+                f"finite, more than orbit.max_skipped_steps={self.orbit.max_skipped_steps}; the adapter is that of the last step "
+                "that was not. Look for rewards so large that their advantages overflow, log-probs that are not finite "
+                "(orbit/parity/*, actor/entropy, actor/kl_loss), and a learning rate that let the policy run away"
+            )
+        return batch
+
     def _consume_sync_metrics(self) -> dict:
         metrics = super()._consume_sync_metrics()
         served = metrics.get("orbit/version/served")
@@ -289,6 +357,23 @@ class OrbitTrainerSeparateAsync(OrbitTrainer, PPOTrainerSeparateAsync):
     def get_llm_client(self) -> LLMServerClient:
         """Returns the plain client: no request is ever aborted for a new version, so none has to be resumed."""
         return self.standalone_server_manager.get_client()
+
+
+def _group_of(key: str) -> str:
+    """Returns the prompt's key of a sample's."""
+    return key.rsplit("_", 2)[0]
+
+
+def _fail_group(buffer: ReplayBuffer, group: str) -> None:
+    """Makes a group of training samples one that failed with no sample left, in the TransferQueue and for this poll."""
+    samples = buffer.partitions[TRAINING_PARTITION]
+    keys = [key for key in samples if _group_of(key) == group]
+    tq.kv_clear(keys=keys, partition_id=TRAINING_PARTITION)
+    tq.kv_put(key=group, partition_id=TRAINING_PARTITION, tag={"status": "failure"})
+    for key in keys:
+        del samples[key]
+    buffer.finished_keys[TRAINING_PARTITION].discard(group)
+    buffer.failure_keys[TRAINING_PARTITION].add(group)
 
 
 def register_sync(module: ModuleType) -> None:

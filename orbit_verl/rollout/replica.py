@@ -1,6 +1,7 @@
 """verl's SGLang replica gets slots: samples have version spans, the base stays resident, aborted samples drop out."""
 
 import base64
+import math
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from orbit_verl.upstream.imports import Process, require_applied
 from orbit_verl.upstream.methods import GENERATE_REQUEST
 
 RECORD_KEY = "routed_experts"
+LARGEST_LOG_PROB = 1e-5
+"""This is what rounding may make of a probability of one, in nats."""
 
 
 class RejectedSample(RuntimeError):
@@ -49,6 +52,8 @@ class OrbitHttpServer(SGLangHttpServer):
         async def generate_request(request, *args, **kwargs):
             async for reply in upstream(request, *args, **kwargs):
                 if isinstance(request.rid, str) and request.rid in self._replies:
+                    # Before verl reads it, who makes numbers of what may be none.
+                    check_reply(request.rid, reply, request.return_logprob)
                     self._decode_record(reply["meta_info"])
                     self._replies[request.rid] = reply
                 yield reply
@@ -71,15 +76,15 @@ class OrbitHttpServer(SGLangHttpServer):
         """Generates, and reports the adapter version of every token.
 
         Raises:
-            RejectedSample: aborted, or tokens, log-probs and recorded experts do not match one to one.
+            RejectedSample: aborted, tokens, log-probs and recorded experts do not match one to one, or a log-prob is none.
         """
-        expects_log_probs = sampling_params.get("logprobs", False)
         self._replies[request_id] = None
         try:
             output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
         finally:
             reply = self._replies.pop(request_id)
-        check_reply(reply, expects_log_probs)
+        if reply is None:
+            raise RejectedSample(f"request {request_id}: the server ended it without a reply")
         if self.config.enable_rollout_routing_replay:
             check_record(reply, len(prompt_ids))
         spans = reply["meta_info"][VERSIONS_KEY]
@@ -102,23 +107,32 @@ class OrbitHttpServer(SGLangHttpServer):
         await self.resume_kv_cache()
 
 
-def check_reply(reply: dict[str, Any] | None, expects_log_probs: bool) -> None:
-    """Refuses a reply that was cut short or whose log-probs do not pair with its tokens.
+def check_reply(request_id: str, reply: dict[str, Any], expects_log_probs: bool) -> None:
+    """Refuses a reply that was cut short or whose log-probs are not those of its tokens.
 
     Raises:
-        RejectedSample: with the reason.
+        RejectedSample: with the request and the reason.
     """
-    if reply is None:
-        raise RejectedSample("the server ended the request without a reply")
     meta_info = reply["meta_info"]
     finish_reason = (meta_info.get("finish_reason") or {}).get("type")
     if finish_reason == "abort":
         raise RejectedSample(
-            f"the server aborted the request: {meta_info['finish_reason'].get('message', 'no reason given')}"
+            f"request {request_id}: the server aborted it: {meta_info['finish_reason'].get('message', 'no reason given')}"
         )
-    num_tokens, num_log_probs = len(reply["output_ids"]), len(meta_info.get("output_token_logprobs") or [])
-    if expects_log_probs and num_tokens and num_log_probs != num_tokens:
-        raise RejectedSample(f"{num_tokens} tokens with {num_log_probs} log-probs: they cannot be paired")
+    tokens, log_probs = reply["output_ids"], meta_info.get("output_token_logprobs") or []
+    if not expects_log_probs or not tokens:
+        return
+    if len(log_probs) != len(tokens):
+        raise RejectedSample(
+            f"request {request_id}: {len(tokens)} tokens with {len(log_probs)} log-probs: they cannot be paired"
+        )
+    for place, (token, (log_prob, of_token, *_)) in enumerate(zip(tokens, log_probs, strict=True)):
+        if of_token != token:
+            raise RejectedSample(f"request {request_id}: token {place} is {token}, its log-prob that of {of_token}")
+        if not isinstance(log_prob, int | float) or not math.isfinite(log_prob) or log_prob > LARGEST_LOG_PROB:
+            raise RejectedSample(
+                f"request {request_id}: the log-prob of token {place} ({token}) is {log_prob}, must be a finite number, at most 0"
+            )
 
 
 def decode_record(encoded: str, num_layers: int, top_k: int) -> torch.Tensor:

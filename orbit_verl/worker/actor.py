@@ -55,6 +55,12 @@ class OrbitActorWorker(DetachActorWorker):
         with self._update_peak.measure():
             return super().update_actor(data)
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def skipped_steps(self) -> tuple[int, int]:
+        """Returns how many optimiser steps were skipped since the start, and how many of them are the last in a row."""
+        optimizer = self.actor.engine.optimizer
+        return optimizer.num_skipped_steps, optimizer.num_skipped_in_a_row
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto"):
         """Publishes the adapter as the version of ``global_steps``; returns metrics on the sending rank."""

@@ -174,11 +174,13 @@ class TrainerAdapter:
         if self.config.type != "oft":
             return {}
         adapters = [linear.adapter for linear in self._linears if isinstance(linear.adapter, OFTAdapter)]
-        error = max(oft.orthogonality_error(r).max().item() for adapter in adapters for r in adapter.rotations())
-        error = max(gather_scalars(error, dist.group.WORLD))
-        if error > ORTHOGONALITY_LIMIT:
+        errors = [oft.orthogonality_error(r).max().item() for adapter in adapters for r in adapter.rotations()]
+        # torch's maximum of NaN and a number is NaN, Python's the first of them.
+        error = torch.tensor(errors, dtype=torch.float64).max().item()
+        error = torch.tensor(gather_scalars(error, dist.group.WORLD), dtype=torch.float64).max().item()
+        if not error <= ORTHOGONALITY_LIMIT:
             logger.warning(
-                "orthogonality error %.3g is above %.3g: the Cayley-Neumann series no longer rotates; lower the learning "
+                "orthogonality error %.3g is not below %.3g: the Cayley-Neumann series no longer rotates; lower the learning "
                 "rate or set orbit.adapter.cayley_neumann_terms=null",
                 error,
                 ORTHOGONALITY_LIMIT,

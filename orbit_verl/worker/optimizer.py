@@ -69,7 +69,7 @@ class AdapterOptimizer:
         self._adamw = torch.optim.AdamW(
             self._masters.values(), lr=config.lr, betas=tuple(config.betas), weight_decay=config.weight_decay
         )
-        self.num_skipped_steps = 0
+        self.num_skipped_steps = self.num_skipped_in_a_row = 0
         for name, parameter in self._parameters.items():
             parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._accumulate(name, p))
 
@@ -92,8 +92,8 @@ class AdapterOptimizer:
     def step(self) -> float:
         """Averages gradients over data-parallel ranks, clips them, updates, and rounds the masters into the adapter.
 
-        A gradient that is not finite leaves adapter and moments as they are, on all ranks; ``num_skipped_steps`` counts
-        it. A tensor that took part in no rank's backward, as an expert's without tokens, stays as it is.
+        A gradient that is not finite leaves adapter and moments as they are, on all ranks; ``num_skipped_steps`` and
+        ``num_skipped_in_a_row`` count it. A tensor that took part in no rank's backward, as an expert's without tokens, stays as it is.
 
         Returns:
             The gradients' total L2 norm before clipping.
@@ -102,8 +102,10 @@ class AdapterOptimizer:
         norm = self._total_norm()
         if not math.isfinite(norm):
             self.num_skipped_steps += 1
+            self.num_skipped_in_a_row += 1
             logger.warning("gradient norm is %s: step skipped (%d so far)", norm, self.num_skipped_steps)
             return norm
+        self.num_skipped_in_a_row = 0
         if self._max_norm > 0 and norm > self._max_norm:
             torch._foreach_mul_(list(self.gradients().values()), self._max_norm / norm)
         self._adamw.step()

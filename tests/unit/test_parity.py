@@ -37,8 +37,12 @@ def test_tail_is_gated_when_the_mean_is_small():
 
 
 def test_not_a_number_is_a_violation():
-    metrics = parity_metrics(torch.zeros(2), torch.tensor([0.0, float("nan")]))
-    assert len(violations(metrics, ParitySettings())) == 2
+    """Of stale tokens too, and with the bounds off."""
+    for kind in ("", "audit_", "stale_"):
+        for value in (float("nan"), float("-inf")):
+            metrics = parity_metrics(torch.zeros(2), torch.tensor([0.0, value]), kind)
+            (found,) = violations(metrics, ParitySettings(max_mean=None, max_p99=None))
+            assert f"{PREFIX}/{kind}logprob_abs_diff_max is" in found and "not a finite number" in found
 
 
 def test_stale_tokens_are_not_gated_but_audited_ones_are():

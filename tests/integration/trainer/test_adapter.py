@@ -1,4 +1,5 @@
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -368,4 +369,9 @@ def test_orthogonality_is_reported_and_warned_about(checkpoints, caplog):
     randomise(engine, scale=0.3)
     assert engine.adapter.metrics()["orbit/oft/orthogonality_error_max"] > 0.5
     assert "orthogonality error" in caplog.text
+    caplog.clear()
+    *_, last = engine.adapter.named_parameters().values()
+    last.data[0] = float("nan")
+    assert math.isnan(engine.adapter.metrics()["orbit/oft/orthogonality_error_max"])
+    assert "orthogonality error nan" in caplog.text
     assert make_engine(checkpoints["qwen3", FP32], **METHODS["lora"]).adapter.metrics() == {}
