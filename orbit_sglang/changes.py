@@ -157,7 +157,7 @@ def _http() -> list[Change]:
             AFTER,
             request_check.after_create_tokenized_object,
             ("self", "obj", "input_text", "input_ids"),
-            why="tokens outside the vocabulary, NaN as temperature and the like end SGLang's scheduler",
+            why="tokens outside the vocabulary, NaN as temperature, stop strings without a tokeniser end SGLang's scheduler",
             until="SGLang checks them",
         ),
         _hook(

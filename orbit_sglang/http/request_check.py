@@ -1,9 +1,10 @@
-"""This module refuses requests that would end the scheduler, or be answered with nonsense, for their numbers alone.
+"""This module refuses requests that would end the scheduler, or be answered with nonsense, for their parameters alone.
 
 SGLang 0.5.12 uses them as indices and probabilities without a look
 (``managers/tokenizer_manager.py::TokenizerManager._validate_one_request``), and an error in the scheduler ends the server.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -12,17 +13,23 @@ from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 _NUMBERS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+# A request's name for what the scheduler reads with the tokeniser, and SGLang's for it.
+_NEED_TOKENIZER = {"stop": "stop_strs", "stop_regex": "stop_regex_strs", "min_new_tokens": "min_new_tokens"}
 
 
 def after_create_tokenized_object(result: Any, tokenizer_manager: TokenizerManager, *args: Any, **kwargs: Any) -> Any:
     """Checks a request before it is sent; runs after ``TokenizerManager._create_tokenized_object``.
 
     Raises:
-        ValueError: a number is out of range; SGLang answers it with 400.
+        ValueError: a number is out of range, or the request needs a tokeniser that the server lacks; SGLang answers it with 400.
     """
     if tokenizer_manager.server_args.enable_orbit_slots and isinstance(result, TokenizedGenerateReqInput):
         vocab_size = tokenizer_manager.model_config.vocab_size
-        problem = next(_problems(result, vocab_size), None)
+        problems = itertools.chain(
+            _problems(result, vocab_size),
+            _without_tokenizer(result) if tokenizer_manager.server_args.skip_tokenizer_init else (),
+        )
+        problem = next(problems, None)
         if problem is not None:
             raise ValueError(problem)
     return result
@@ -39,6 +46,16 @@ def _problems(request: TokenizedGenerateReqInput, vocab_size: int) -> Iterator[s
         value = getattr(request.sampling_params, name)
         if not math.isfinite(value):
             yield f"{name} {value!r}: must be finite"
+
+
+def _without_tokenizer(request: TokenizedGenerateReqInput) -> Iterator[str]:
+    for name, attribute in _NEED_TOKENIZER.items():
+        value = getattr(request.sampling_params, attribute)
+        if value:
+            yield (
+                f"{name} {value!r}: the server has no tokeniser (--skip-tokenizer-init); send stop_token_ids, or start it "
+                "with its tokeniser"
+            )
 
 
 def _is_index(value: Any, size: int) -> bool:

@@ -12,8 +12,9 @@ def around_validate_config(wrapped: Callable, instance: None, args: tuple, kwarg
 
     Raises:
         NotInPlaceError: a change that the driver needs is not in place.
-        ValueError: the run cannot work; see ``check_composed`` and ``resolve``.
+        ValueError: the run cannot work; see ``check_composed``, ``resolve`` and ``check_cluster``.
     """
+    from orbit_verl.driver.cluster import check_cluster
     from orbit_verl.driver.run_config import is_orbit, resolve
 
     config = kwargs["config"] if "config" in kwargs else args[0]
@@ -21,4 +22,5 @@ def around_validate_config(wrapped: Callable, instance: None, args: tuple, kwarg
     if is_orbit(config):
         require_applied(Process.DRIVER)
         resolve(config)
+        check_cluster(config)
     return wrapped(*args, **kwargs)

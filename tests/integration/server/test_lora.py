@@ -109,3 +109,11 @@ def test_the_adapter_is_returned_as_it_was_staged(server):
     one = adapter(5, dtype=torch.bfloat16)
     version = server.install(one)
     assert Adapter.decode(server.get("/orbit/adapter", version=version).content).digest() == one.digest()
+
+
+@pytest.mark.parametrize("params", [{"stop": ["a"]}, {"stop_regex": ["a+"]}, {"min_new_tokens": 2}])
+def test_what_needs_a_tokeniser_is_refused_without_one(server, params):
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 4, **params}}
+    response = server.post("/generate", body)
+    assert response.status_code == 400 and "--skip-tokenizer-init" in response.text
+    assert len(server.generate(tokens=4)["output_ids"]) == 4
