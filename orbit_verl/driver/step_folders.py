@@ -6,10 +6,13 @@ lies on the disk.
 """
 
 import contextlib
+import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import torch
 from verl.utils.checkpoint.checkpoint_manager import get_checkpoint_tracker_filename
 
 from orbit_kernels import folders
@@ -98,6 +101,14 @@ class StepFolders:
         for step in old[: max(0, len(old) - (keep - 1))]:
             if not self.folder(step).is_symlink():
                 folders.remove(self.folder(step))
+
+
+def write_data(folder: Path, state: dict[str, Any]) -> None:
+    """Writes where the run stands in its data, as verl reads it."""
+    # torch.save hides the reason when it cannot write a file itself.
+    written = io.BytesIO()
+    torch.save(state, written)
+    (folder / "data.pt").write_bytes(written.getvalue())
 
 
 def is_whole(folder: Path) -> bool:

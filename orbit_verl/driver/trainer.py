@@ -12,7 +12,6 @@ from types import ModuleType
 from typing import Any
 
 import ray
-import torch
 import transfer_queue as tq
 from omegaconf import DictConfig
 from transfer_queue import KVBatchMeta
@@ -31,7 +30,7 @@ from orbit_verl.driver.base_check import check_bases, served_manifest
 from orbit_verl.driver.parity import ParityError, parity_metrics, violations
 from orbit_verl.driver.run_config import is_orbit, read_orbit_config
 from orbit_verl.driver.samples import UNKNOWN_VERSION, VALIDATION_PARTITION, SampledTokens, sampled_versions
-from orbit_verl.driver.step_folders import ACTOR, ADAPTER, StepFolders
+from orbit_verl.driver.step_folders import ACTOR, ADAPTER, StepFolders, write_data
 from orbit_verl.publishing.checkpoint_engine import OrbitCheckpointManager
 from orbit_verl.upstream.imports import Process, require_applied
 from orbit_verl.upstream.methods import SAMPLE, WAIT_FOR_NEXT_POLL
@@ -134,7 +133,7 @@ class OrbitTrainer(PPOTrainer):
         try:
             with self._steps.saved(step) as partial:
                 self.actor_rollout_wg.save_checkpoint(str(partial / ACTOR), None, step)
-                torch.save(self.train_dataloader.state_dict(), partial / "data.pt")
+                write_data(partial, self.train_dataloader.state_dict())
                 if self.trainer_mode != "sync":
                     tq.save_checkpoint(str(partial / "transfer_queue"), metadata={"global_steps": step})
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
