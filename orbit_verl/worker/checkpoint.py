@@ -26,6 +26,7 @@ import torch.distributed as dist
 from verl.trainer.config import CheckpointConfig
 
 from orbit_kernels import folders
+from orbit_kernels.checkpoint.files import save_tensors
 from orbit_kernels.contract.payload import Adapter
 from orbit_kernels.contract.peft_folder import read_peft_folder, write_peft_folder
 
@@ -174,7 +175,7 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    safetensors.torch.save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path)
+    save_tensors({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path)
 
 
 def _read_rng(folder: Path, num_ranks: int) -> dict[str, torch.Tensor]:

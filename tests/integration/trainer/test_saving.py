@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from orbit_verl.driver.step_folders import StepFolders
 from orbit_verl.worker import checkpoint
+from tests.support import faulty_saves
 from tests.support.engines import make_engine, sequences, train_step
 
 SUPPORT = Path(__file__).parents[2] / "support"
@@ -81,5 +83,16 @@ def test_a_disk_that_fills_at_any_operation_leaves_a_step_to_resume_from(shim, s
     assert len(noticed) > 20
     for folder in noticed:
         assert re.search("No space left on device|os error 28", (folder / "error").read_text())
-        assert not list((folder / "run").glob(".global_step*"))
+        assert not list((folder / "run").glob(".global_step*.partial"))
     assert {check_resumes(folder / "run", states) for folder in full} == {2, 3}
+
+
+def test_permissions_of_a_step_follow_the_umask(states, tmp_path):
+    steps = StepFolders(tmp_path / "run")
+    before = os.umask(0o027)
+    try:
+        faulty_saves.save(steps, states, 1)
+    finally:
+        os.umask(before)
+    found = {(path.is_dir(), stat.S_IMODE(path.stat().st_mode)) for path in steps.root.rglob("*")}
+    assert found == {(True, 0o750), (False, 0o640)}
