@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -470,6 +471,21 @@ def test_a_folder_that_another_run_has_is_refused(run_config, tmp_path):
         take_run_folder(run_config(f"trainer.default_local_dir={tmp_path}/another"))
         other.kill()
     take_run_folder(here)
+
+
+@pytest.fixture
+def without_privileges():
+    """Root may write anywhere."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    yield
+    os.seteuid(user)
+
+
+def test_a_folder_that_is_read_only_is_refused(run_config, without_privileges):
+    with pytest.raises(ValueError, match=r"cannot be written \(Permission denied\); name another folder"):
+        take_run_folder(run_config("trainer.default_local_dir=/run_of_nobody"))
 
 
 def test_a_folder_that_cannot_be_written_is_refused(run_config, tmp_path):

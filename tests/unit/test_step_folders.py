@@ -64,6 +64,7 @@ def test_a_step_without_the_actors_state_is_not_committed(tmp_path):
 
 
 def test_a_tracker_whose_step_is_gone_is_refused_with_the_steps_there_are(tmp_path):
+    """docs/field-cases.md: nothing to resume from."""
     steps = StepFolders(tmp_path)
     assert steps.committed() is None
     steps.tracker.write_text("7")

@@ -68,7 +68,10 @@ def check_resumes(folder: Path, states: Path) -> int:
 
 
 def test_a_kill_at_any_operation_of_a_save_leaves_a_step_to_resume_from(shim, states, tmp_path):
-    """Also in the middle of each file. At most the step that was being saved is repeated."""
+    """Also in the middle of each file. At most the step that was being saved is repeated.
+
+    docs/field-cases.md: nothing to resume from.
+    """
     folders = saved_at_every_operation(shim, states, tmp_path, "kill")
     found = [check_resumes(folder / "run", states) for folder in folders]
     assert len(found) > 40
@@ -76,7 +79,7 @@ def test_a_kill_at_any_operation_of_a_save_leaves_a_step_to_resume_from(shim, st
 
 
 def test_a_disk_that_fills_at_any_operation_leaves_a_step_to_resume_from(shim, states, tmp_path):
-    """The error says so, and nothing half written takes up room."""
+    """The error says so, and nothing half written takes up room. docs/field-cases.md: nothing to resume from."""
     *full, last = saved_at_every_operation(shim, states, tmp_path, "full")
     assert check_resumes(last / "run", states) == 3
     noticed = [folder for folder in full if (folder / "error").exists()]
