@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from orbit_cli.calibration import largest_inputs
 from orbit_cli.rounding_errors import LinearError
-from orbit_kernels.checkpoint.files import INDEX_FILE, HFCheckpoint
+from orbit_kernels.checkpoint.files import INDEX_FILE, HFCheckpoint, save_tensors
 from orbit_kernels.formats import (
     Bf16Format,
     Fp8Format,
@@ -211,7 +210,7 @@ def _write(source: _Source, folder: Path) -> dict[str, LinearError]:
             stored = StoredWeight(source.format, *tensor.shape, quantize(module, tensor))
             errors[module.rpartition(".")[2]].count(tensor, stored)
             tensors |= {f"{module}.{leaf}": value for leaf, value in stored.tensors.items()}
-        save_file(tensors, folder / path.name, metadata={"format": "pt"})
+        save_tensors(tensors, folder / path.name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, path.name)
         logger.info("wrote %s: %d tensors", path.name, len(tensors))
     if (source.folder / INDEX_FILE).exists():

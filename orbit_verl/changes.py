@@ -109,7 +109,9 @@ def _driver() -> list[Change]:
             target=_V1 + "trainer_base.PPOTrainer",
             by="orbit_verl.driver.trainer.OrbitTrainer",
             names=(
+                "_init_dataloader",
                 "_init_resource_pool_mgr",
+                "_save_checkpoint",
                 "_setup",
                 "fit",
                 "_build_replay_buffer",
@@ -121,7 +123,7 @@ def _driver() -> list[Change]:
                 "_consume_sync_metrics",
                 "checkpoint_manager",
             ),
-            why="versions in place of weights, parity at every step, servers that are looked after",
+            why="versions in place of weights, parity at every step, servers that are looked after, steps that are saved whole",
             until=VERSIONS,
         ),
         Overridden(

@@ -21,6 +21,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from orbit_kernels.contract.options import ENABLE_FLAG, SEEDED_SAMPLING_FLAG
 from orbit_kernels.families import DecoderArchitecture, read_architecture
 from orbit_verl.config.keys import AdapterSettings, Keys, OrbitConfig, check_key
+from orbit_verl.driver.run_folder import check_saving
 from orbit_verl.model.replay import MODE_KEY as REPLAY
 from orbit_verl.model.targets import adapted_shapes, check_served
 from orbit_verl.model.tensors import open_checkpoint
@@ -65,6 +66,7 @@ def resolve(config: DictConfig) -> OrbitConfig:
         for implied in _implied_settings(config, orbit, checkpoint):
             _fill_in(config, implied)
     _check_run(config)
+    check_saving(config)
     _check_tokenizer(config, checkpoint)
     _check_base(config, orbit.adapter)
     return orbit

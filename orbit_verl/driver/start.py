@@ -12,15 +12,19 @@ def around_validate_config(wrapped: Callable, instance: None, args: tuple, kwarg
 
     Raises:
         NotInPlaceError: a change that the driver needs is not in place.
-        ValueError: the run cannot work; see ``check_composed``, ``resolve`` and ``check_cluster``.
+        ValueError: the run cannot work; see ``check_composed``, ``resolve``, ``check_cluster`` and ``take_run_folder``.
     """
     from orbit_verl.driver.cluster import check_cluster
     from orbit_verl.driver.run_config import is_orbit, resolve
+    from orbit_verl.driver.run_folder import take_run_folder
 
     config = kwargs["config"] if "config" in kwargs else args[0]
     check_composed(config)
-    if is_orbit(config):
-        require_applied(Process.DRIVER)
-        resolve(config)
-        check_cluster(config)
-    return wrapped(*args, **kwargs)
+    if not is_orbit(config):
+        return wrapped(*args, **kwargs)
+    require_applied(Process.DRIVER)
+    resolve(config)
+    check_cluster(config)
+    checked = wrapped(*args, **kwargs)
+    take_run_folder(config)
+    return checked

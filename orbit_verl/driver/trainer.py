@@ -38,6 +38,7 @@ from orbit_verl.driver.samples import (
     read_rewards,
     sampled_versions,
 )
+from orbit_verl.driver.step_folders import ACTOR, ADAPTER, StepFolders, write_data
 from orbit_verl.publishing.checkpoint_engine import OrbitCheckpointManager
 from orbit_verl.upstream.imports import Process, require_applied
 from orbit_verl.upstream.methods import SAMPLE, SYNC_METADATA, WAIT_FOR_NEXT_POLL
@@ -66,6 +67,7 @@ class OrbitTrainer(PPOTrainer):
         self._validated_versions: set[int] = set()
         self._rewarded_groups: set[str] = set()
         self._num_failed_groups = self._num_skipped_steps = 0
+        self._steps = StepFolders(Path(os.path.abspath(config.trainer.default_local_dir)))
         super().__init__(config)
         self.replay_buffer.poll_interval = self.orbit.poll_interval_s
 
@@ -84,6 +86,25 @@ class OrbitTrainer(PPOTrainer):
         self.role_worker_mapping[role] = ray.remote(OrbitActorWorker)
         self.mapping[role] = "global_pool"
 
+    def _init_dataloader(self):
+        """Builds verl's data loaders; the steps that were asked for are made, in as many epochs as they need.
+
+        Raises:
+            ValueError: the data set has no whole batch.
+        """
+        super()._init_dataloader()
+        rows, batch = len(self.train_dataset), self.config.data.train_batch_size
+        if rows < batch:
+            raise ValueError(
+                f"data.train_files has {rows} rows (after data.filter_overlong_prompts), data.train_batch_size={batch}: an "
+                f"epoch has no whole batch; add rows, or set train_batch_size to at most {rows}"
+            )
+        epochs = math.ceil(self.total_training_steps / self.steps_per_epoch)
+        if epochs > self.config.trainer.total_epochs:
+            # verl would end after its epochs, without the last step's validation and checkpoint (v1/trainer_base.py::PPOTrainer.fit).
+            logger.info("orbit: trainer.total_epochs=%d, for trainer.total_training_steps", epochs)
+            self.config.trainer.total_epochs = epochs
+
     def _setup(self):
         super()._setup()
         self.checkpoint_manager = OrbitCheckpointManager(self.checkpoint_manager, self.orbit.slots)
@@ -94,7 +115,7 @@ class OrbitTrainer(PPOTrainer):
         check_bases(self._bases, served)
 
     def fit(self, agent_loop_manager):
-        """Trains; then proves that the base did not change, and leaves the adapter in peft's format.
+        """Trains; then proves that the base did not change, and leaves the trained adapter in peft's format.
 
         Raises:
             RuntimeError: a frozen tensor is not what it was at the start, or a server does not answer.
@@ -106,9 +127,37 @@ class OrbitTrainer(PPOTrainer):
             self._check_servers()  # Ray names an actor that died, not the server that it was
             raise
         self._check_base_is_unchanged()
-        folder = os.path.join(self.config.trainer.default_local_dir, "adapter")
-        self.actor_rollout_wg.save_adapter(folder)
-        logger.info("orbit: base unchanged (%s); adapter in %s", self._bases[0].digest, folder)
+        logger.info("orbit: base unchanged (%s)", self._bases[0].digest)
+        if not self.config.trainer.val_only:
+            folder = self._steps.root / ADAPTER
+            self.actor_rollout_wg.save_adapter(str(folder))
+            logger.info("orbit: adapter in %s", folder)
+
+    def _save_checkpoint(self):
+        """Saves a step; removes older ones once it is committed.
+
+        Raises:
+            RuntimeError: a part could not be written. What was committed before is left.
+        """
+        step, folder = self.global_steps, self._steps.folder(self.global_steps)
+        try:
+            with self._steps.saved(step) as partial:
+                self.actor_rollout_wg.save_checkpoint(str(partial / ACTOR), None, step)
+                write_data(partial, self.train_dataloader.state_dict())
+                if self.trainer_mode != "sync":
+                    tq.save_checkpoint(str(partial / "transfer_queue"), metadata={"global_steps": step})
+        except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+            raise RuntimeError(
+                f"step {step} could not be saved to {folder} ({error}); see to it, and resume with trainer.resume_mode=auto"
+            ) from error
+        if keep := self._steps_to_keep():
+            self._steps.remove_old(keep)
+        self.checkpoint_callback.on_save(trainer=self, global_step=step, checkpoint_dir=str(folder), async_save=False)
+
+    def _steps_to_keep(self) -> int | None:
+        trainer = self.config.trainer
+        keep = 1 if trainer.get("remove_previous_ckpt_in_save") else trainer.max_actor_ckpt_to_keep
+        return keep if keep and keep > 0 else None
 
     def _check_base_is_unchanged(self) -> None:
         holders = ("the trainer at the start", "the trainer now")

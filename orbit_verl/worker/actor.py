@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from verl.experimental.separation.engine_workers import DetachActorWorker
@@ -10,6 +11,7 @@ from verl.utils.device import get_device_name
 from verl.utils.distributed import initialize_global_process_group_ray
 
 import orbit_verl.worker.engine  # noqa: F401  registers the engine with verl
+from orbit_kernels import folders
 from orbit_kernels.checkpoint.manifest import BaseManifest, Cut
 from orbit_kernels.contract.peft_folder import write_peft_folder
 from orbit_kernels.contract.versions import version_of
@@ -89,10 +91,11 @@ class OrbitActorWorker(DetachActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_adapter(self, folder: str) -> None:
-        """Writes the adapter as peft saves it, from the first rank."""
+        """Writes the adapter as peft saves it, from the first rank, in place of an older one."""
         adapter = self.actor.engine.export_adapter(everywhere=False)
         if self.rank == 0:
-            write_peft_folder(adapter, folder, self.actor.engine.model_config.path)
+            with folders.written(Path(folder)) as partial:
+                write_peft_folder(adapter, partial, self.actor.engine.model_config.path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def published_versions(self) -> list[int]:

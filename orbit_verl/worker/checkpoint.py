@@ -14,7 +14,6 @@ import dataclasses
 import json
 import logging
 import random
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,8 @@ import torch
 import torch.distributed as dist
 from verl.trainer.config import CheckpointConfig
 
+from orbit_kernels import folders
+from orbit_kernels.checkpoint.files import save_tensors
 from orbit_kernels.contract.payload import Adapter
 from orbit_kernels.contract.peft_folder import read_peft_folder, write_peft_folder
 
@@ -82,9 +83,9 @@ def save(folder: str | Path, state: TrainingState, base_model: str | None = None
     The folder appears complete or not at all; it replaces an older one.
     """
     folder = Path(folder)
-    partial = folder.with_name(f".{folder.name}.partial")
+    partial = folders.staging(folder)
     if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
+        folders.begin(folder)
         write_peft_folder(state.adapter, partial / _ADAPTER, base_model)
         if state.optimizer is not None:
             _write_tensors(partial / _OPTIMIZER, state.optimizer)
@@ -94,7 +95,7 @@ def save(folder: str | Path, state: TrainingState, base_model: str | None = None
         _write_tensors(partial / _rng_file(dist.get_rank()), state.rng)
     dist.barrier()
     if dist.get_rank() == 0:
-        _replace(folder, partial)
+        folders.commit(folder)
         logger.info("saved version %d at step %d to %s", state.version, state.global_step, folder)
     dist.barrier()
 
@@ -145,21 +146,6 @@ def set_rng_state(states: Mapping[str, torch.Tensor]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-class Retention:
-    """A `Retention` deletes this process's older checkpoints beyond a number to keep."""
-
-    def __init__(self):
-        self._saved: list[Path] = []
-
-    def saved(self, folder: str | Path, max_to_keep: int | None) -> None:
-        """Notes a new checkpoint, and deletes the oldest ones when ``max_to_keep`` is a positive number."""
-        self._saved = [path for path in self._saved if path != Path(folder)] + [Path(folder)]
-        if not max_to_keep or max_to_keep < 0:
-            return
-        while len(self._saved) > max_to_keep:
-            shutil.rmtree(self._saved.pop(0), ignore_errors=True)
-
-
 def _header(state: TrainingState) -> dict[str, Any]:
     names = ("scheduler", "num_ranks", "base_digest", "reference_digest", "version", "global_step")
     return {"format": _FORMAT} | {name: getattr(state, name) for name in names}
@@ -189,7 +175,7 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    safetensors.torch.save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path)
+    save_tensors({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path)
 
 
 def _read_rng(folder: Path, num_ranks: int) -> dict[str, torch.Tensor]:
@@ -202,12 +188,3 @@ def _read_rng(folder: Path, num_ranks: int) -> dict[str, torch.Tensor]:
 
 def _rng_file(rank: int) -> str:
     return f"rng_rank_{rank}.safetensors"
-
-
-def _replace(folder: Path, partial: Path) -> None:
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    partial.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)

@@ -8,7 +8,6 @@ import contextlib
 import copy
 import functools
 import logging
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -71,7 +70,6 @@ class OrbitEngine(MegatronEngineWithLMHead):
         check_groups(engine_config.parallel_sizes)
         self._is_reference = False
         self.adapter_version = 0
-        self._retention = checkpoint.Retention()
 
     def initialize(self) -> None:
         """Builds model, adapter and, unless the engine only infers, optimiser and scheduler.
@@ -222,10 +220,12 @@ class OrbitEngine(MegatronEngineWithLMHead):
         local_path: str,
         hdfs_path: str | None = None,
         global_step: int = 0,
-        max_ckpt_to_keep: int | None = None,
-        **_verl: Any,
+        *_verl: Any,
+        **_verl_too: Any,
     ) -> None:
         """Saves what ``checkpoint.save_contents`` names; see ``orbit_verl.worker.checkpoint`` for the layout.
+
+        The driver removes old steps, since it commits the new one.
 
         Raises:
             ValueError: an HDFS path is given.
@@ -233,12 +233,8 @@ class OrbitEngine(MegatronEngineWithLMHead):
         _refuse_hdfs(hdfs_path)
         contents = set(self.checkpoint_config.save_contents)
         checkpoint.save(local_path, self._training_state(contents, global_step), self.model_config.path)
-        if torch.distributed.get_rank() == 0:
-            self._retention.saved(local_path, max_ckpt_to_keep)
 
-    def load_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False, **_verl: Any
-    ) -> None:
+    def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, *_verl: Any, **_verl_too: Any) -> None:
         """Restores what ``checkpoint.load_contents`` names.
 
         Without ``optimizer``, moments are fresh and the step is the restored one.
@@ -255,8 +251,6 @@ class OrbitEngine(MegatronEngineWithLMHead):
         if self.optimizer is not None:
             self._restore_training(state, contents)
         torch.distributed.barrier()
-        if del_local_after_load and torch.distributed.get_rank() == 0:
-            shutil.rmtree(local_path)
 
     def _build_tf_config(self) -> None:
         self.is_value_model = False

@@ -1,13 +1,15 @@
 """Reading a checkpoint folder: everything that is wrong is named before a weight is read."""
 
 import json
+import os
+import stat
 
 import pytest
 import safetensors
 import torch
 from safetensors.torch import save_file
 
-from orbit_kernels.checkpoint.files import HFCheckpoint
+from orbit_kernels.checkpoint.files import HFCheckpoint, save_tensors
 from orbit_kernels.formats import Fp8Format, Int4Format, Mxfp4Format, TensorSpec, WeightFormat
 from tests.support.formats import FORMATS, quantize, random_weight
 
@@ -226,3 +228,13 @@ def test_a_file_is_opened_once_for_all_that_is_read_of_it(tmp_path, monkeypatch)
         assert checkpoint.tensor(name).tolist() == [int(part) for part in name.split(".")]
     assert opened == [tmp_path / file for file in files]
     assert checkpoint.tensor(names[0]).tolist() == [int(part) for part in names[0].split(".")]
+
+
+def test_permissions_of_a_written_file_follow_the_umask(tmp_path):
+    """safetensors alone lets nobody but its owner read a file."""
+    before = os.umask(0o027)
+    try:
+        save_tensors({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "model.safetensors").stat().st_mode) == 0o640

@@ -1,3 +1,6 @@
+import threading
+import time
+
 import pytest
 
 from recipes.cache import build_once, source_digest
@@ -46,3 +49,24 @@ def test_source_digest_follows_the_contents(tmp_path):
     before = source_digest([source])
     source.write_text("2")
     assert source_digest([source]) != before
+
+
+def test_two_who_start_together_build_once_and_mix_nothing(tmp_path):
+    """The second one waits for the first, and finds what it made."""
+    folder, calls, built = tmp_path / "made", [], []
+    begun = threading.Event()
+
+    def slow(partial):
+        (partial / "first").write_text("")
+        begun.set()
+        time.sleep(0.3)
+        (partial / "second").write_text("")
+        calls.append(partial)
+
+    first = threading.Thread(target=lambda: built.append(build_once(folder, {}, slow)))
+    first.start()
+    assert begun.wait(10)
+    built.append(build_once(folder, {}, slow))
+    first.join()
+    assert built == [True, False] and len(calls) == 1
+    assert sorted(path.name for path in folder.iterdir()) == ["first", "second", "settings.json"]

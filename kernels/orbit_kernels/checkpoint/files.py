@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors
+import safetensors.torch
 import torch
 
 from orbit_kernels.formats.common.weight_format import TensorSpec, WeightFormat, as_dtype
@@ -33,6 +34,14 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Writes a safetensors file, with the permissions that the umask gives."""
+    path.touch()
+    mode = path.stat().st_mode
+    safetensors.torch.save_file(dict(tensors), path, metadata=metadata)
+    path.chmod(mode)  # safetensors 0.8 lets its owner alone read what it writes
 
 
 class HFCheckpoint:

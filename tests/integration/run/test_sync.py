@@ -14,8 +14,11 @@ from tests.support.runs import SYNC
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("run")]
 
+# One epoch of 40 rows has five batches; the sixth step is of another.
 SIX_STEPS = (
     *SYNC,
+    "trainer.total_epochs=1",
+    "data.train_max_samples=40",
     "trainer.total_training_steps=6",
     "trainer.save_freq=3",
     "trainer.test_freq=3",
@@ -44,6 +47,12 @@ def test_parity_at_every_step(six_steps):
     for step in six_steps.steps:
         assert step["orbit/parity/num_tokens"] > 0
         assert "orbit/parity/stale_num_tokens" not in step
+
+
+def test_all_steps_that_were_asked_for_are_made(six_steps):
+    """In more epochs than ``trainer.total_epochs`` where these have not enough."""
+    assert len(six_steps.steps) == 6
+    assert (six_steps.folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "6"
 
 
 def test_every_version_is_served(six_steps):
@@ -121,15 +130,36 @@ def test_adapter_loads_in_peft(six_steps, model):
     assert all(tensor.abs().max() > 0 for tensor in saved.values())
 
 
-def test_resume_equals_one_run(six_steps, train, model, tmp_path):
-    """Three steps, a new process, three more: the adapter of step 6 is the same, bit for bit.
-
-    docs/field-cases.md: two kinds of resume.
-    """
-    checkpoints = tmp_path / "checkpoints"
+@pytest.fixture(scope="module")
+def resumed(six_steps, train, model, tmp_path_factory):
+    """Three steps, a new process, three more; it keeps one step."""
+    folder = tmp_path_factory.mktemp("resumed")
+    checkpoints = folder / "checkpoints"
     shutil.copytree(six_steps.folder / "checkpoints" / "global_step_3", checkpoints / "global_step_3")
     (checkpoints / "latest_checkpointed_iteration.txt").write_text("3")
-    resumed = train(model, tmp_path, *SIX_STEPS, "trainer.resume_mode=auto").succeeded()
+    keep = "trainer.max_actor_ckpt_to_keep=1"
+    return train(model, folder, *SIX_STEPS, keep, "trainer.resume_mode=auto").succeeded()
+
+
+def test_resume_equals_one_run(six_steps, resumed):
+    """The adapter of step 6 is the same, bit for bit. docs/field-cases.md: two kinds of resume."""
     assert len(resumed.steps) == 3
     assert adapter_file(resumed, 6).read_bytes() == adapter_file(six_steps, 6).read_bytes()
     assert adapter_file(resumed, 6).read_bytes() != adapter_file(six_steps, 3).read_bytes()
+
+
+def test_a_resumed_run_removes_the_steps_of_the_run_before(resumed):
+    """As whole folders, once its own is committed."""
+    found = {path.name for path in (resumed.folder / "checkpoints").iterdir()}
+    assert found == {".run.lock", "adapter", "global_step_6", "latest_checkpointed_iteration.txt"}
+    step = resumed.folder / "checkpoints" / "global_step_6"
+    assert {path.name for path in step.iterdir()} == {"actor", "data.pt"}
+
+
+def test_a_validation_leaves_the_trained_adapter(resumed, train, model, tmp_path):
+    before = (resumed.adapter / "adapter_model.safetensors").read_bytes()
+    shutil.copytree(resumed.folder / "checkpoints", tmp_path / "checkpoints")
+    only = ("trainer.val_only=true", "trainer.val_before_train=true", "trainer.resume_mode=disable")
+    run = train(model, tmp_path, *SIX_STEPS, *only).succeeded()
+    assert len(run.steps) == 1
+    assert (run.adapter / "adapter_model.safetensors").read_bytes() == before

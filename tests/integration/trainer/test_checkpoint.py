@@ -156,15 +156,6 @@ def test_a_failed_save_leaves_the_older_checkpoint(checkpoints, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["ckpt"]
 
 
-def test_old_checkpoints_are_deleted(checkpoints, tmp_path):
-    engine = start(checkpoints)
-    for step in range(1, 5):
-        engine.save_checkpoint(str(tmp_path / f"step_{step}"), global_step=step, max_ckpt_to_keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_3", "step_4"]
-    engine.load_checkpoint(str(tmp_path / "step_4"), del_local_after_load=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["step_3"]
-
-
 def test_random_number_states_come_back(checkpoints, tmp_path):
     engine = start(checkpoints)
     draw()
