@@ -25,6 +25,7 @@ from orbit_kernels.formats import (
 )
 from orbit_kernels.formats.scheme.write import quantization_config
 from orbit_kernels.frozen.product import StoredWeight
+from orbit_kernels.json_files import read_json
 from orbit_kernels.linears.fusing import fused_with
 from orbit_kernels.linears.names import EXPERTS
 
@@ -178,7 +179,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise ValueError(f"{path}: no such file; --model must be a Hugging Face checkpoint folder")
-    config = json.loads(path.read_text())
+    config = read_json(path)
     nested = [value for value in config.values() if isinstance(value, dict) and "quantization_config" in value]
     if "quantization_config" in config or nested or (folder / _OTHER_QUANTIZATION_FILE).exists():
         raise ValueError(f"{folder} is quantised already; quantise the BF16 checkpoint that it was made from")

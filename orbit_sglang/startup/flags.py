@@ -14,6 +14,7 @@ from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
 
 from orbit_kernels.contract.options import ENABLE_FLAG, choices
+from orbit_kernels.json_files import check_json_files
 from orbit_sglang.startup.options import FrozenBaseConfig, ServerOptions, SlotsConfig, command_line, unsupported
 from orbit_sglang.upstream import hooks
 
@@ -74,13 +75,16 @@ def around_init(original: Callable, server_args: ServerArgs, *args: Any, **kwarg
     """Takes our arguments out, then checks what slots cannot be combined with; runs around ``ServerArgs.__init__``.
 
     Raises:
-        ValueError: an option is out of range or cannot be combined with slots; all reasons listed.
+        ValueError: an option is out of range or cannot be combined with slots, all reasons listed; or a JSON file of the
+            model or the tokeniser is cut short.
         NotInPlaceError: a change to SGLang is not in place.
     """
     for flag in FLAGS:
         setattr(server_args, flag.field, kwargs.pop(flag.field, flag.default))
     if server_args.enable_orbit_slots and kwargs.get("enable_multimodal") is None:
         kwargs["enable_multimodal"] = False  # before SGLang looks for a processor of images
+    if server_args.enable_orbit_slots:
+        _check_json(*args, **kwargs)
     original(server_args, *args, **kwargs)
     if server_args.enable_orbit_slots:
         hooks.require_applied()
@@ -92,6 +96,12 @@ def around_init(original: Callable, server_args: ServerArgs, *args: Any, **kwarg
             logger.info("Disable piecewise CUDA graph: the slot of a batch is chosen in Python, outside the graph")
             server_args.disable_piecewise_cuda_graph = True
         server_args.disable_shared_experts_fusion = True  # shared experts have adapters of their own
+
+
+def _check_json(model_path: str, tokenizer_path: str | None = None, *_args: Any, **_kwargs: Any) -> None:
+    """Reads the JSON files that SGLang is about to read, whose errors do not name them; it has the first two arguments."""
+    for folder in {model_path, tokenizer_path or model_path}:
+        check_json_files(folder)
 
 
 def after_add_cli_args(result: None, parser: argparse.ArgumentParser) -> None:

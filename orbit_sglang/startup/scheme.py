@@ -8,6 +8,7 @@ from typing import Any
 
 from orbit_kernels.families import family_of
 from orbit_kernels.formats import BaseScheme, read_base_scheme
+from orbit_kernels.json_files import read_json
 
 
 def read_scheme(model_path: str) -> BaseScheme:
@@ -16,16 +17,19 @@ def read_scheme(model_path: str) -> BaseScheme:
     Raises:
         ValueError: there is no such folder, or its quantisation is not one of those implemented.
     """
-    return _read(_text(model_path))
+    return _read(json.dumps(read_config(model_path)))
 
 
 def read_config(model_path: str) -> dict[str, Any]:
     """Returns the content of a checkpoint folder's ``config.json``.
 
     Raises:
-        ValueError: there is no such folder.
+        ValueError: there is no such folder, or the file is cut short.
     """
-    return json.loads(_text(model_path))
+    path = pathlib.Path(model_path) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"model path {model_path}: no {path.name} there; download the model and name its folder")
+    return read_json(path)
 
 
 def language_config(fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -40,13 +44,6 @@ def language_prefix(model_path: str) -> str:
     """
     family = family_of(read_config(model_path).get("model_type"))
     return "" if family is None else family.prefix
-
-
-def _text(model_path: str) -> str:
-    path = pathlib.Path(model_path) / "config.json"
-    if not path.is_file():
-        raise ValueError(f"model path {model_path}: no {path.name} there; download the model and name its folder")
-    return path.read_text()
 
 
 @functools.cache

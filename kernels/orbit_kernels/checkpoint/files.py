@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 
 from orbit_kernels.formats.common.weight_format import TensorSpec, WeightFormat, as_dtype
+from orbit_kernels.json_files import read_json
 
 INDEX_FILE = "model.safetensors.index.json"
 # Rotary frequencies that old Llama checkpoints still carry; they follow from the configuration.
@@ -137,7 +138,7 @@ class HFCheckpoint:
             raise ValueError(f"model path {self.folder}: no such folder; set it to a Hugging Face checkpoint folder")
         index = self.folder / INDEX_FILE
         if index.exists():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            names = sorted(set(_weight_map(index).values()))
             paths = [self.folder / name for name in names]
         else:
             paths = sorted(self.folder.glob("*.safetensors"))
@@ -148,6 +149,14 @@ class HFCheckpoint:
                 "checkpoints are read, save the model with save_pretrained"
             )
         return paths
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Returns the file of each tensor."""
+    files = read_json(index).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise ValueError(f"{index}: has no weight_map from tensors to files; copy or download it again")
+    return files
 
 
 def _read_header(path: Path) -> dict[str, TensorSpec]:

@@ -8,6 +8,7 @@ import safetensors.torch
 
 from orbit_kernels.adapters.config import AdapterConfig
 from orbit_kernels.contract.payload import Adapter
+from orbit_kernels.json_files import read_json
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -17,7 +18,7 @@ def read_peft_folder(folder: str | Path) -> Adapter:
     """Reads an adapter as peft saves it.
 
     Raises:
-        ValueError: a file is missing or not a safetensors file, or the configuration is not one that the slots hold.
+        ValueError: a file is missing, no JSON or no safetensors file, or the configuration is not one that the slots hold.
     """
     config, weights = Path(folder) / CONFIG_FILE, Path(folder) / WEIGHTS_FILE
     missing = [path.name for path in (config, weights) if not path.is_file()]
@@ -25,12 +26,13 @@ def read_peft_folder(folder: str | Path) -> Adapter:
         raise ValueError(
             f"adapter folder {folder}: no {' and no '.join(missing)}; save one with peft's save_pretrained"
         )
+    fields = read_json(config)
     try:
         tensors = safetensors.torch.load_file(weights)
     except safetensors.SafetensorError as error:
         raise ValueError(f"adapter file {weights} is not a safetensors file: {error}") from None
     try:
-        return Adapter(tensors, AdapterConfig.from_peft_json(config.read_text()))
+        return Adapter(tensors, AdapterConfig.from_peft(fields))
     except ValueError as error:
         raise ValueError(f"{config}: {error}") from None
 
