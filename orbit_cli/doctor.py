@@ -36,6 +36,8 @@ CORE_PACKAGES = (
     "ray",
 )
 _FIX = "run make setup"
+NVIDIA_DEVICE = Path("/dev/nvidia0")
+"""The first GPU, as the driver shows it."""
 CHANGES_WIDTH = 200
 """The list of changes has these columns where no terminal says how many there are."""
 
@@ -190,6 +192,12 @@ def device_checks(has_cuda: bool) -> list[Check]:
         properties = torch.cuda.get_device_properties(0)
         count, memory_gb = torch.cuda.device_count(), properties.total_memory / 1e9
         return [Check("device", State.OK, f"{count} x {properties.name}, {memory_gb:.0f} GB each")]
+    if NVIDIA_DEVICE.exists():
+        return [
+            Check(
+                "device", State.FAILED, f"{NVIDIA_DEVICE} is there, but torch finds no CUDA device: {_cuda_problem()}"
+            )
+        ]
     flags = cpu_flags()
     memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     features = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_tile") if flag in flags]
@@ -202,6 +210,18 @@ def device_checks(has_cuda: bool) -> list[Check]:
         reason = "the processor has no AMX; attention backend torch_native does their work"
         checks.append(Check("SGLang's CPU kernels", State.MISSING, reason))
     return checks
+
+
+def _cuda_problem() -> str:
+    """Returns what torch says about CUDA, and what most often helps."""
+    import torch
+
+    try:
+        torch.cuda.init()
+        said = "it gives no reason"
+    except (RuntimeError, AssertionError) as error:
+        said = str(error)
+    return f"{said}; install a driver for CUDA {torch.version.cuda} or newer, and check CUDA_VISIBLE_DEVICES"
 
 
 def cpu_flags() -> set[str]:

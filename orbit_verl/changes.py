@@ -283,7 +283,15 @@ def _rollout() -> list[Change]:
         Overridden(
             target=_SGLANG + "SGLangHttpServer",
             by="orbit_verl.rollout.replica.OrbitHttpServer",
-            names=("launch_server", "generate", "sleep", "wake_up", "tokenizer_manager"),
+            names=(
+                "launch_server",
+                "generate",
+                "release_kv_cache",
+                "resume_kv_cache",
+                "sleep",
+                "wake_up",
+                "tokenizer_manager",
+            ),
             why="SGLang's plugins are loaded before its arguments are built; samples have versions; the base stays",
             until=VERSIONS,
         ),

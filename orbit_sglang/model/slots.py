@@ -105,6 +105,11 @@ class SlotBank:
             config.fused,
         )
 
+    @property
+    def device(self) -> torch.device:
+        """Returns the device of this rank's slots."""
+        return self.batch.slot_of_token_T.device
+
     def prepare(self, payload: bytes) -> PreparedAdapter:
         """Reads and checks a payload, and computes what its slot needs; it touches no slot.
 
@@ -168,8 +173,7 @@ class SlotBank:
         except ValueError as error:
             logger.warning("No slot: %s", error)
             return None
-        device = self.batch.slot_of_token_T.device
         split = config.fused == "split"
-        linear = LINEARS[config.type](parts, config.method, split=split, dtype=self._dtype, device=device)
+        linear = LINEARS[config.type](parts, config.method, split=split, dtype=self._dtype, device=self.device)
         self.slotted_linears.append(linear)
         return linear

@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Sequence
 
+import torch
+
 from orbit_kernels.contract.answers import StagedAdapter
 from orbit_kernels.contract.errors import ErrorCode
 from orbit_kernels.contract.payload import AdapterError
@@ -89,6 +91,8 @@ class StageJob:
     def _run(self) -> None:
         start = time.perf_counter()
         try:
+            if self._bank.device.type == "cuda":
+                torch.cuda.set_device(self._bank.device)  # a thread begins on the first, whichever its process uses
             prepared = self._bank.prepare(pathlib.Path(self.request.path).read_bytes())
             if changed := self._base.changed():
                 self.outcome.failure = StageFailure(ErrorCode.BASE_CHANGED, base_changed(changed), changed)

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 # SGLang converts a plain tensor of any dtype; codes without a scale would become numbers.
 PLAIN_DTYPES = (torch.float16, torch.float32, torch.float64)
 ABSORBED_BLOCK = (128, 128)
+NVFP4_CAPABILITY = (10, 0)
 STACKED_EXPERTS = {"gate_up_proj": GATE_UP, "down_proj": ("down_proj",)}
 
 
@@ -65,6 +66,8 @@ def check_checkpoint(model_path: str, device: str) -> None:
     checkpoint.check(_expected_tensors(model, prefix, formats), optional=unused)
     checkpoint.check_values(formats)
     if device != "cpu":
+        if torch.cuda.is_available():
+            _check_capability(formats, torch.cuda.get_device_capability())
         _check_latents(formats, device)
         _check_global_scales(checkpoint, formats, device)
 
@@ -156,6 +159,20 @@ def _check_device(formats: Mapping[str, WeightFormat], device: str) -> None:
     if reference_only and device != "cpu":
         name, described = next(iter(reference_only.items()))
         raise ValueError(f"{name}: {described}: SGLang has no kernel for it on {device}; serve it with --device cpu")
+
+
+def _check_capability(formats: Mapping[str, WeightFormat], capability: tuple[int, int]) -> None:
+    """Refuses what SGLang's own checks find on older GPUs only once a scheduler loads the model.
+
+    They ask for 10.0 for NVFP4 (``modelopt_quant.py::ModelOptFp4Config.get_min_capability``,
+    ``compressed_tensors_w4a4_nvfp4.py::CompressedTensorsW4A4Fp4.get_min_capability``).
+    """
+    name = next((name for name, weight_format in formats.items() if isinstance(weight_format, Nvfp4Format)), None)
+    if name is not None and capability < NVFP4_CAPABILITY:
+        raise ValueError(
+            f"{name}: NVFP4 on a GPU of compute capability {capability[0]}.{capability[1]}: SGLang's kernels need "
+            f"{NVFP4_CAPABILITY[0]}.{NVFP4_CAPABILITY[1]} (Blackwell); serve the FP8 or INT4 checkpoint there"
+        )
 
 
 def _needs_reference(weight_format: WeightFormat) -> bool:

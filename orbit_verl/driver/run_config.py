@@ -122,6 +122,8 @@ def _keys(node: DictConfig, prefix: str) -> Iterator[str]:
 
 def _implied_settings(config: DictConfig, orbit: OrbitConfig, checkpoint: dict[str, Any]) -> list[Implied]:
     dtype = _checkpoint_dtype(config, checkpoint)
+    # By itself a server takes 8 bits for a checkpoint that says so (model_executor/model_runner.py::ModelRunner.configure_kv_cache_dtype).
+    kv_cache = "bfloat16" if dtype == "bfloat16" else "auto"
     implied = [
         Implied(f"{ROLLOUT}.name", None, "sglang", "adapter slots exist in SGLang servers"),
         Implied(f"{ROLLOUT}.mode", "async", "async", "requests run while a version is staged"),
@@ -134,6 +136,9 @@ def _implied_settings(config: DictConfig, orbit: OrbitConfig, checkpoint: dict[s
         ),
         Implied(f"{ROLLOUT}.load_format", "dummy", "auto", "the base comes from the checkpoint and is never sent"),
         Implied(f"{ROLLOUT}.dtype", "bfloat16", dtype, "trainer and server hold the checkpoint's bits"),
+        Implied(
+            f"{SGLANG}.kv_cache_dtype", None, kv_cache, "the trainer attends to keys and values in the base's dtype"
+        ),
         Implied(f"{ROLLOUT}.calculate_log_probs", True, True, "parity compares them with the trainer's"),
         Implied(f"{SGLANG}.{ENABLE_FLAG}", None, True, "the server side of the strategy"),
         *_passed_on(orbit.adapter),
@@ -165,9 +170,11 @@ def _implied_settings(config: DictConfig, orbit: OrbitConfig, checkpoint: dict[s
             Implied(f"{SGLANG}.{SEEDED_SAMPLING_FLAG}", None, True, "orbit.seed"),
         ]
     if config.trainer.v1.trainer_mode == "separate_async":
-        implied.append(
-            Implied("actor_rollout_ref.hybrid_engine", True, False, "servers keep generating while training")
-        )
+        reason = "servers keep generating while training"
+        implied += [
+            Implied("actor_rollout_ref.hybrid_engine", True, False, reason),
+            Implied(f"{ROLLOUT}.free_cache_engine", True, False, reason),
+        ]
     if get_platform().device_name == "cpu":
         implied += _implied_on_cpu(config)
     return implied
@@ -206,7 +213,6 @@ def _implied_on_cpu(config: DictConfig) -> list[Implied]:
     reason = "no accelerator on this machine"
     return [
         Implied("trainer.device", "cuda", "cpu", reason),
-        Implied(f"{ROLLOUT}.free_cache_engine", True, False, reason),
         Implied(f"{ROLLOUT}.enforce_eager", False, True, reason),
         Implied(f"{SGLANG}.device", None, "cpu", reason),
         Implied(f"{SGLANG}.attention_backend", None, "torch_native", reason, required=False),

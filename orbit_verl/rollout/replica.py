@@ -36,6 +36,7 @@ class OrbitHttpServer(SGLangHttpServer):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self._replies: dict[str, dict[str, Any] | None] = {}
+        self._kv_cache_released = False
 
     async def launch_server(self, master_address: str | None = None, master_port: int | None = None):
         """Loads SGLang's plugins, then starts the server: verl builds ServerArgs before SGLang would load them."""
@@ -97,6 +98,22 @@ class OrbitHttpServer(SGLangHttpServer):
             }
         )
         return output
+
+    async def release_kv_cache(self):
+        """Frees the KV cache until ``resume_kv_cache``."""
+        if not self._kv_cache_released:
+            await super().release_kv_cache()
+            self._kv_cache_released = True
+
+    async def resume_kv_cache(self):
+        """Takes the KV cache back if it was freed.
+
+        verl asks for it at every sync, and SGLang ends at one that it has
+        (``scheduler_update_weights_mixin.py::SchedulerUpdateWeightsMixin.resume_memory_occupation``).
+        """
+        if self._kv_cache_released:
+            await super().resume_kv_cache()
+            self._kv_cache_released = False
 
     async def sleep(self):
         """Frees the KV cache; the frozen base stays."""

@@ -113,6 +113,14 @@ def test_asking_a_server_imports_no_stack(closed_url):
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
 
+def test_a_gpu_that_torch_does_not_find_is_a_failure_and_no_cpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "NVIDIA_DEVICE", tmp_path)
+    (check,) = doctor.device_checks(has_cuda=False)
+    assert check.state is State.FAILED
+    assert f"{tmp_path} is there, but torch finds no CUDA device: " in check.detail
+    assert "install a driver for CUDA" in check.detail
+
+
 @pytest.mark.slow
 def test_doctor_passes_here():
     from pathlib import Path

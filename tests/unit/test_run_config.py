@@ -22,7 +22,13 @@ from orbit_kernels.adapters import LoRAMethod
 from orbit_kernels.formats import Int4Format
 from orbit_kernels.formats.scheme.write import quantization_config
 from orbit_verl.config.keys import AdapterSettings, BaseSettings, OrbitConfig
-from orbit_verl.driver.run_config import is_orbit, resolve
+from orbit_verl.driver.run_config import (
+    _implied_settings,
+    is_orbit,
+    read_model_config,
+    read_orbit_config,
+    resolve,
+)
 from orbit_verl.driver.run_folder import LOCK_FILE, take_run_folder
 from orbit_verl.model.targets import check_served
 from orbit_verl.worker.engine_config import OrbitActorConfig
@@ -123,6 +129,21 @@ def test_everything_that_follows_is_filled_in(run_config):
     assert actor.engine.adapter == AdapterSettings() and actor.engine.base == BaseSettings()
     assert rollout.engine_kwargs.sglang.orbit_base_activations == "deployed"
     assert rollout.engine_kwargs.sglang.orbit_dequant_chunk_mb == 64
+
+
+def test_servers_keep_their_kv_cache_while_they_generate_during_training_and_its_dtype(run_config, model):
+    """Released in ``sync`` alone; in the dtype in which the trainer attends, whatever the checkpoint says of a KV cache."""
+    for mode, released in (("sync", True), ("separate_async", False)):
+        config = run_config(f"trainer.v1.trainer_mode={mode}")
+        resolve(config)
+        assert config.actor_rollout_ref.rollout.free_cache_engine is released
+        assert config.actor_rollout_ref.rollout.engine_kwargs.sglang.kv_cache_dtype == "auto"
+    with pytest.raises(ValueError, match="kv_cache_dtype='fp8_e4m3': trainer.strategy=orbit needs 'auto'"):
+        resolve(run_config("+actor_rollout_ref.rollout.engine_kwargs.sglang.kv_cache_dtype=fp8_e4m3"))
+    edit_config(model, dtype="bfloat16")
+    config = run_config()
+    implied = _implied_settings(config, read_orbit_config(config), read_model_config(config))
+    assert [setting.value for setting in implied if setting.key.endswith(".kv_cache_dtype")] == ["bfloat16"]
 
 
 def test_a_cpu_prefills_prompts_whole_unless_the_run_chooses_otherwise(run_config):

@@ -5,8 +5,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from orbit_kernels.checkpoint.manifest import BaseManifest
+from orbit_kernels.formats import Fp8Format, Nvfp4Format
 from orbit_sglang.base import stored
-from orbit_sglang.startup.checkpoint_check import check_checkpoint
+from orbit_sglang.startup.checkpoint_check import _check_capability, check_checkpoint
 from tests.support import in_process
 from tests.support.quantized import difference_from_files, quantize, stored_weights
 
@@ -48,6 +49,14 @@ def test_fused_parts_of_different_global_scales_are_refused_on_a_gpu(copied, sty
 
     edit(unify)
     check_checkpoint(str(folder), "cuda")
+
+
+def test_nvfp4_on_a_gpu_before_blackwell_is_refused_at_the_start():
+    formats = {"model.layers.0.mlp.down_proj": Nvfp4Format()}
+    with pytest.raises(ValueError, match=r"down_proj: NVFP4 on a GPU of compute capability 9\.0: .* need 10\.0"):
+        _check_capability(formats, (9, 0))
+    _check_capability(formats, (10, 0))
+    _check_capability({"model.layers.0.mlp.down_proj": Fp8Format()}, (9, 0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
