@@ -1,18 +1,15 @@
 """This module lists every change to SGLang 0.5.12; ``orbit doctor --changes`` prints it.
 
 The changes are grouped by process, in the order in which a request meets them. A GPU needs the sections up to
-``MODEL``. Those that begin with ``CPU`` replace what SGLang computes with CUDA, Triton or AMX, and are left out
-elsewhere.
+``MODEL``; those of ``orbit_sglang.cpu.changes`` are left out elsewhere.
 """
 
-import torch
 from sglang.srt.plugins.hook_registry import HookType
 
-from orbit_kernels.upstream.ledger import Added, Change, Device, OnInstance, name_of
+from orbit_kernels.upstream.ledger import Added, Change, OnInstance, name_of
 from orbit_sglang.base import quantization, recording
 from orbit_sglang.control import gate
-from orbit_sglang.cpu import compressed_tensors, engine, experts, fp8, grammar, linear, loading, sampling
-from orbit_sglang.cpu import latent_attention as cpu_latent_attention
+from orbit_sglang.cpu import changes as for_cpu
 from orbit_sglang.http import ending, refusals, reporting, request_body, request_check, routes, states
 from orbit_sglang.http import gate as http_gate
 from orbit_sglang.model import forward, latent_attention
@@ -22,19 +19,15 @@ from orbit_sglang.model.slotted import latent as slotted_latent
 from orbit_sglang.model.slotted import layer as slotted_layer
 from orbit_sglang.scheduler import routed_experts, seeds, slot_scheduler
 from orbit_sglang.startup import flags, launch
-from orbit_sglang.upstream.hooks import Attribute, Fields, Hook
+from orbit_sglang.upstream.hooks import Fields, Hook
 
 START = "start-up, every process"
 HTTP = "HTTP process"
 SCHEDULER = "scheduler process"
 MODEL = "model, in the scheduler process"
-CPU_ENGINE = "CPU: engine, sampling and loading"
-CPU_BASE = "CPU: the base as it is stored"
-CPU_ATTENTION = "CPU: latent attention"
 
 BEFORE, AFTER, AROUND, REPLACE = HookType.BEFORE, HookType.AFTER, HookType.AROUND, HookType.REPLACE
 SLOTS = "SGLang has versions of an adapter that change while it generates"
-CPU_KERNELS = "SGLang computes it on a CPU without AMX"
 _ARGS = "sglang.srt.server_args.ServerArgs"
 _SERVER = "sglang.srt.entrypoints.http_server."
 _ENGINE = "sglang.srt.entrypoints.engine.Engine."
@@ -49,11 +42,7 @@ _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner."
 _QUANTIZATION = "sglang.srt.layers.quantization."
 _FP8 = _QUANTIZATION + "fp8."
 _COMPRESSED = _QUANTIZATION + "compressed_tensors.compressed_tensors."
-_MODELOPT = _QUANTIZATION + "modelopt_quant."
 _DEEPSEEK = "sglang.srt.models.deepseek_v2."
-_DEEPSEEK_COMMON = "sglang.srt.models.deepseek_common."
-_DEEPSEEK_LOADER = _DEEPSEEK_COMMON + "deepseek_weight_loader.DeepseekV2WeightLoaderMixin."
-_TOPK = "sglang.srt.layers.moe.topk."
 _STREAM_PARAMETERS = ("self", "adapted_request", "request", "raw_request")
 _RESPONSE_PARAMETERS = ("self", "request", "ret", "created")
 
@@ -68,9 +57,7 @@ def sections() -> dict[str, list[Change]]:
         HTTP: _http(),
         SCHEDULER: _scheduler(),
         MODEL: _model(),
-        CPU_ENGINE: _cpu_engine(),
-        CPU_BASE: _cpu_base(),
-        CPU_ATTENTION: _cpu_attention(),
+        **for_cpu.sections(),
     }
 
 
@@ -431,240 +418,5 @@ def _model() -> list[Change]:
     ]
 
 
-def _cpu_engine() -> list[Change]:
-    pinning = "SGLang asks whether there is an accelerator to pin memory for (is_pin_memory_available)"
-    return [
-        *(
-            Attribute(
-                target=target,
-                expected=torch,
-                value=_TORCH,
-                why="SGLang pins memory without an accelerator, which torch refuses",
-                until=pinning,
-                device=Device.CPU,
-            )
-            for target in ("sglang.srt.layers.logits_processor.torch", "sglang.srt.state_capturer.base.torch")
-        ),
-        _cpu_hook(
-            _CAPTURER + "base.TopkCaptureOutput.copy_to_cpu",
-            AFTER,
-            engine.after_copy_to_cpu,
-            ("self",),
-            why="on a CPU the copy is the same memory, which the next forward pass writes over",
-            until="SGLang clones there",
-        ),
-        _cpu_hook(
-            _ENGINE + "_launch_subprocesses",
-            AROUND,
-            engine.around_launch,
-            ("cls", "server_args"),
-            why="SGLang refuses more ranks than NUMA nodes",
-            until="SGLang divides the cores of a node between ranks",
-        ),
-        _cpu_hook(
-            "sglang.srt.distributed.parallel_state.init_model_parallel_group",
-            AROUND,
-            engine.around_group,
-            ("group_ranks", "local_rank", "backend"),
-            why="ranks on CPUs have gloo, and neither NCCL nor a custom all-reduce",
-            until="SGLang leaves both out on a CPU",
-        ),
-        _cpu_hook(
-            "sglang.srt.layers.sampler.multinomial_with_seed",
-            REPLACE,
-            sampling.multinomial_with_seed,
-            ("logprobs", "seed", "positions"),
-            why="SGLang's seeded sampling is a Triton kernel",
-            until="SGLang has one in torch",
-        ),
-        _cpu_hook(
-            "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",
-            REPLACE,
-            grammar.apply_vocab_mask,
-            ("self", "logits", "vocab_mask"),
-            why="SGLang raises on a CPU, and a request with a regex or a JSON schema ends the server",
-            until="SGLang applies the mask on a CPU",
-        ),
-        _cpu_hook(
-            _LOADER,
-            AROUND,
-            loading.around_load,
-            ("model", "weights", "target_device"),
-            why="quantised linears get the trainer's own product, between loading and repacking",
-            until="SGLang calls a plugin between the two",
-        ),
-        OnInstance(
-            method=recording.LOAD_WEIGHTS,
-            by=name_of(loading.around_load),
-            why="there is no other place between loading and repacking",
-            until="SGLang calls a plugin between the two",
-            device=Device.CPU,
-        ),
-        _cpu_hook(
-            "sglang.srt.configs.update_config.update_intermediate_size",
-            AROUND,
-            loading.around_width_padding,
-            ("model_config", "attr_name", "intermediate_padding_size"),
-            why="SGLang pads widths for AMX, and would hold other tensors than the checkpoint has",
-            until="SGLang pads only where AMX is used",
-        ),
-    ]
-
-
-def _cpu_base() -> list[Change]:
-    return [
-        *_reference(_FP8 + "Fp8Config", _FP8 + "Fp8LinearMethod"),
-        _cpu_hook(
-            _FP8 + "Fp8LinearMethod.create_weights",
-            AROUND,
-            fp8.around_create_weights,
-            ("self", "layer", "input_size_per_partition", "output_partition_sizes"),
-            why="parts of a fused linear that end inside a block have scales of their own",
-            until="SGLang takes such parts",
-        ),
-        *_reference(_COMPRESSED + "CompressedTensorsConfig", _COMPRESSED + "CompressedTensorsLinearMethod"),
-        _cpu_hook(
-            _COMPRESSED + "CompressedTensorsConfig._check_scheme_supported",
-            AROUND,
-            compressed_tensors.around_check_scheme,
-            ("self", "min_capability", "error"),
-            why="SGLang asks a CUDA device for its compute capability",
-            until="SGLang does not ask on a CPU",
-        ),
-        _cpu_hook(
-            _COMPRESSED + "CompressedTensorsConfig._get_scheme_from_parts",
-            AROUND,
-            compressed_tensors.around_scheme,
-            ("self", "weight_quant", "input_quant"),
-            why="asymmetric INT4, weight-only NVFP4 and MXFP4 have no scheme in SGLang",
-            until="SGLang has these schemes",
-        ),
-        _cpu_hook(
-            _COMPRESSED + "CompressedTensorsLinearMethod.create_weights",
-            AFTER,
-            compressed_tensors.after_create_weights,
-            ("self", "layer", "input_size_per_partition", "output_partition_sizes"),
-            why="DeepseekV2AttentionMLA asks a packed linear for its weight",
-            until="SGLang's latent attention asks for the dtype of its activations instead",
-        ),
-        *_reference(_MODELOPT + "ModelOptFp4Config", _MODELOPT + "ModelOptFp4LinearMethod"),
-        _cpu_hook(
-            "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.__init__",
-            AROUND,
-            experts.around_layer,
-            ("self", "num_experts"),
-            why="routed experts are held as they are stored and computed by the trainer's own function",
-            until=CPU_KERNELS,
-        ),
-        _cpu_hook(
-            _RUNNER + "check_quantized_moe_compatibility",
-            AROUND,
-            experts.around_block_check,
-            ("self",),
-            why="SGLang asks for whole FP8 blocks, the reference takes ragged ones",
-            until=CPU_KERNELS,
-        ),
-        _cpu_hook(
-            _TOPK + "fused_topk",
-            AROUND,
-            experts.around_topk,
-            ("hidden_states", "gating_output", "topk"),
-            why="without AMX it is a CUDA kernel",
-            until=CPU_KERNELS,
-        ),
-        _cpu_hook(
-            _TOPK + "biased_grouped_topk",
-            AROUND,
-            experts.around_biased_topk,
-            ("hidden_states", "gating_output", "correction_bias", "topk"),
-            why="without AMX it is compiled, and its scores have the dtype of the logits instead of fp32",
-            until=CPU_KERNELS,
-        ),
-    ]
-
-
-def _cpu_attention() -> list[Change]:
-    return [
-        _cpu_hook(
-            _DEEPSEEK + "DeepseekV2AttentionMLA.__init__",
-            AFTER,
-            cpu_latent_attention.after_init,
-            ("self", "config", "hidden_size"),
-            why="quantised projections of the latents have room for scales of each",
-            until="SGLang's fused projection knows its parts",
-        ),
-        _cpu_hook(
-            _DEEPSEEK_COMMON + "attention_backend_handler.AttentionBackendRegistry.get_handler",
-            AROUND,
-            cpu_latent_attention.around_handler,
-            ("cls", "backend_name"),
-            why="prompts are absorbed too, where SGLang would choose a path of Triton's",
-            until=CPU_KERNELS,
-        ),
-        _cpu_hook(
-            _DEEPSEEK + "get_rope_wrapper",
-            AROUND,
-            cpu_latent_attention.around_rope,
-            ("head_size", "rotary_dim", "max_position", "base", "is_neox_style", "rope_scaling"),
-            why="on a CPU it knows nothing but YaRN",
-            until="SGLang takes an unscaled rotary embedding there",
-        ),
-        _cpu_hook(
-            _DEEPSEEK_LOADER + "do_load_weights",
-            AROUND,
-            cpu_latent_attention.around_load,
-            ("self", "weights", "is_nextn"),
-            why="SGLang takes the first of two scalars for both latents",
-            until="SGLang concatenates scalars",
-        ),
-        _cpu_hook(
-            _DEEPSEEK_LOADER + "post_load_weights",
-            AROUND,
-            cpu_latent_attention.around_absorb,
-            ("self", "is_nextn"),
-            why="SGLang would quantise the absorbed weight once more",
-            until=CPU_KERNELS,
-        ),
-    ]
-
-
-_TORCH = engine.TorchWithoutPinning("torch")
-
-
-def _reference(config: str, method: str) -> list[Change]:
-    """Returns what puts the trainer's own product behind one of SGLang's quantisations."""
-    layer = ("self", "layer")
-    return [
-        _cpu_hook(
-            config + ".get_supported_act_dtypes",
-            AFTER,
-            linear.after_supported_act_dtypes,
-            ("cls",),
-            why="the reference takes fp32 activations too, in which rounding is visible",
-            until=CPU_KERNELS,
-        ),
-        _cpu_hook(
-            method + ".process_weights_after_loading",
-            AROUND,
-            linear.around_process_weights,
-            layer,
-            why="the reference reads the tensors as they are stored, nothing is repacked",
-            until=CPU_KERNELS,
-        ),
-        _cpu_hook(
-            method + ".apply",
-            AROUND,
-            linear.around_apply,
-            (*layer, "x", "bias"),
-            why="SGLang has no kernel for it on a CPU; the trainer's own product computes it",
-            until=CPU_KERNELS,
-        ),
-    ]
-
-
 def _hook(target: str, type: HookType, function, parameters: tuple[str, ...], **reasons: str) -> Hook:
     return Hook(target=target, type=type, function=function, parameters=parameters, **reasons)
-
-
-def _cpu_hook(target: str, type: HookType, function, parameters: tuple[str, ...], **reasons: str) -> Hook:
-    return Hook(target=target, type=type, function=function, parameters=parameters, device=Device.CPU, **reasons)
