@@ -65,6 +65,11 @@ class SampledTokens:
         return cls(torch.cat(sampled), torch.cat(trained), torch.tensor(flat_versions), version_of_row)
 
 
+def group_of(key: str) -> str:
+    """Returns the prompt's key of a sample's."""
+    return key.rsplit("_", 2)[0]
+
+
 def read_rewards(keys: Sequence[str]) -> list[float | None]:
     """Returns the rewards of training samples by their keys; None for a sample without one."""
     if not keys:

@@ -4,9 +4,6 @@ import itertools
 import logging
 import math
 import os
-import time
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +13,6 @@ import transfer_queue as tq
 from omegaconf import DictConfig
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.utils import Role
-from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
@@ -24,20 +20,14 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from orbit_kernels.checkpoint.manifest import first_difference
-from orbit_kernels.contract.client import CallError, SlotClient
 from orbit_kernels.contract.versions import version_of
 from orbit_kernels.upstream.ledger import NotInPlaceError
 from orbit_verl.driver.base_check import check_bases, served_manifest
-from orbit_verl.driver.parity import ParityError, parity_metrics, violations
+from orbit_verl.driver.parity_gate import ParityGate
+from orbit_verl.driver.rewards import RewardCheck
 from orbit_verl.driver.run_config import is_orbit, read_orbit_config
-from orbit_verl.driver.samples import (
-    TRAINING_PARTITION,
-    UNKNOWN_VERSION,
-    VALIDATION_PARTITION,
-    SampledTokens,
-    read_rewards,
-    sampled_versions,
-)
+from orbit_verl.driver.samples import VALIDATION_PARTITION, group_of, sampled_versions
+from orbit_verl.driver.server_watch import ServerWatch
 from orbit_verl.driver.step_folders import ACTOR, ADAPTER, StepFolders, write_data
 from orbit_verl.publishing.checkpoint_engine import OrbitCheckpointManager
 from orbit_verl.upstream.imports import Process, require_applied
@@ -47,7 +37,6 @@ from orbit_verl.worker.actor import OrbitActorWorker
 logger = logging.getLogger(__name__)
 
 MAX_BATCHES_WITHOUT_UPDATE = 16
-SERVER_CHECK_INTERVAL_S = 5.0
 
 
 class OrbitTrainer(PPOTrainer):
@@ -63,11 +52,10 @@ class OrbitTrainer(PPOTrainer):
         self._submission_order: dict[str, int] = {}
         self._submissions = itertools.count()
         self._prompts_since_update = 0
-        self._next_server_check = 0.0
         self._validated_versions: set[int] = set()
-        self._rewarded_groups: set[str] = set()
-        self._num_failed_groups = self._num_skipped_steps = 0
+        self._num_skipped_steps = 0
         self._steps = StepFolders(Path(os.path.abspath(config.trainer.default_local_dir)))
+        self._servers = ServerWatch(self._server_addresses, self.orbit.slots.timeout_s, lambda: self.global_steps)
         super().__init__(config)
         self.replay_buffer.poll_interval = self.orbit.poll_interval_s
 
@@ -108,11 +96,13 @@ class OrbitTrainer(PPOTrainer):
     def _setup(self):
         super()._setup()
         self.checkpoint_manager = OrbitCheckpointManager(self.checkpoint_manager, self.orbit.slots)
-        servers = [address for manager in self._rollout_server_managers() for address in manager.get_addresses()]
+        servers = self._server_addresses()
         served = {server: served_manifest(server, self.orbit.slots.timeout_s) for server in servers}
         self._cuts = served[servers[0]].cuts
         self._bases = self.actor_rollout_wg.base_manifest(self._cuts)
         check_bases(self._bases, served)
+        temperature = self.config.actor_rollout_ref.rollout.temperature
+        self._parity = ParityGate(self.actor_rollout_wg, self.orbit.parity, temperature)
 
     def fit(self, agent_loop_manager):
         """Trains; then proves that the base did not change, and leaves the trained adapter in peft's format.
@@ -124,7 +114,7 @@ class OrbitTrainer(PPOTrainer):
         try:
             super().fit(agent_loop_manager)
         except ray.exceptions.RayError:
-            self._check_servers()  # Ray names an actor that died, not the server that it was
+            self._servers.check()  # Ray names an actor that died, not the server that it was
             raise
         self._check_base_is_unchanged()
         logger.info("orbit: base unchanged (%s)", self._bases[0].digest)
@@ -174,61 +164,30 @@ class OrbitTrainer(PPOTrainer):
         It looks after the servers while it waits for samples, fails groups by their rewards, and notes validated versions.
         """
         buffer = super()._build_replay_buffer()
-        WAIT_FOR_NEXT_POLL.replace_on(buffer, self._while_watching_servers(buffer._wait_for_next_poll))
-        SYNC_METADATA.replace_on(buffer, self._failing_unrewarded(buffer, buffer._sync_metadata_from_transfer_queue))
-        SAMPLE.replace_on(buffer, self._noting_what_was_sampled(buffer.sample))
-        return buffer
+        rewards = RewardCheck(buffer, lambda: self.global_steps)
 
-    def _while_watching_servers(self, wait_for_next_poll: Callable) -> Callable:
-        def wait(*args, **kwargs):
-            if time.monotonic() >= self._next_server_check:
-                self._check_servers()
-                self._next_server_check = time.monotonic() + SERVER_CHECK_INTERVAL_S
-            return wait_for_next_poll(*args, **kwargs)
+        def wait_for_next_poll(*args, **kwargs):
+            self._servers.check_now_and_then()
+            return wait(*args, **kwargs)
 
-        return wait
-
-    def _failing_unrewarded(self, buffer: ReplayBuffer, sync_metadata: Callable) -> Callable:
-        """Lets groups fail in which a reward is not a finite number; verl replaces them as it does others that failed."""
-
-        def sync_and_fail() -> None:
-            sync_metadata()
+        def sync_metadata():
+            sync()
             # A colocated reward model gives its rewards after the batch is sampled.
-            if self.reward_loop_manager.reward_loop_worker_handles is None:
-                return
-            ended = buffer.finished_keys[TRAINING_PARTITION] | buffer.failure_keys[TRAINING_PARTITION]
-            self._rewarded_groups &= ended
-            samples = buffer.partitions[TRAINING_PARTITION]
-            keys = [key for key in samples if _group_of(key) in ended - self._rewarded_groups]
-            failed = {}
-            for key, reward in zip(keys, read_rewards(keys), strict=True):
-                if reward is None or not math.isfinite(reward):
-                    failed[_group_of(key)] = reward
-            self._rewarded_groups |= ended - failed.keys()
-            for group, reward in failed.items():
-                _fail_group(buffer, group)
-                logger.warning(
-                    "orbit: step %d: a reward is %s, must be a finite number: its group %s is left out and replaced; "
-                    "mend the reward function",
-                    self.global_steps,
-                    reward,
-                    group,
-                )
-            self._num_failed_groups += len(failed)
+            if self.reward_loop_manager.reward_loop_worker_handles is not None:
+                rewards.check_ended()
 
-        return sync_and_fail
-
-    def _noting_what_was_sampled(self, sample: Callable) -> Callable:
-        def sample_and_note(*args, **kwargs):
-            batch, metrics = sample(*args, **kwargs)
+        def sample(*args, **kwargs):
+            batch, metrics = take(*args, **kwargs)
             if batch.partition_id == VALIDATION_PARTITION:
                 self._validated_versions |= sampled_versions(batch)
             else:
-                metrics["orbit/rewards/failed_groups_total"] = self._num_failed_groups
-                self._num_failed_groups = 0
+                metrics["orbit/rewards/failed_groups"] = rewards.take_count()
             return batch, metrics
 
-        return sample_and_note
+        wait = WAIT_FOR_NEXT_POLL.replace_on(buffer, wait_for_next_poll)
+        sync = SYNC_METADATA.replace_on(buffer, sync_metadata)
+        take = SAMPLE.replace_on(buffer, sample)
+        return buffer
 
     def _validate(self) -> dict[str, float]:
         self._validated_versions = set()
@@ -239,7 +198,7 @@ class OrbitTrainer(PPOTrainer):
         return metrics
 
     def _submit_batch_to_rollout(self, batch) -> int:
-        self._check_servers()
+        self._servers.check()
         self._refuse_endless_refills(len(batch["uid"]))
         for uid in batch["uid"]:
             self._submission_order[uid] = next(self._submissions)
@@ -249,7 +208,7 @@ class OrbitTrainer(PPOTrainer):
         """Puts rows in the order of submission, not of completion: batch sums can then be repeated bit for bit."""
         batch.reorder(sorted(range(len(batch.keys)), key=lambda row: self._row_order(batch.keys[row])))
         for key in batch.keys:
-            self._submission_order.pop(_group_of(key), None)
+            self._submission_order.pop(group_of(key), None)
         return super()._balance_batch(batch, metrics, *args, **kwargs)
 
     def _row_order(self, key: str) -> tuple[int, int, int]:
@@ -259,69 +218,9 @@ class OrbitTrainer(PPOTrainer):
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         self._prompts_since_update = 0
         batch = super()._compute_old_log_prob(batch, metrics)
-        metrics.update(self._measure_parity(batch))
-        self._gate(metrics)
+        metrics.update(self._parity.measure(batch, self.trained_version, audit=self.local_trigger_step == 0))
+        self._parity.check(metrics, f"step {self.global_steps}, version {self.trained_version}")
         return batch
-
-    def _measure_parity(self, batch: KVBatchMeta) -> dict[str, float]:
-        tokens = SampledTokens.read(batch)
-        current_T = tokens.versions_T == self.trained_version
-        age_T = (self.trained_version - tokens.versions_T[tokens.versions_T != UNKNOWN_VERSION]).double()
-        staleness = {}
-        if age_T.numel():
-            staleness = {"orbit/staleness/mean": age_T.mean().item(), "orbit/staleness/max": age_T.max().item()}
-        return {
-            **parity_metrics(tokens.sampled_T[current_T], tokens.trained_T[current_T]),
-            **parity_metrics(tokens.sampled_T[~current_T], tokens.trained_T[~current_T], "stale_"),
-            **(self._audit(batch, tokens) if self.local_trigger_step == 0 else {}),
-            **staleness,
-        }
-
-    def _audit(self, batch: KVBatchMeta, tokens: SampledTokens) -> dict[str, float]:
-        """Measures parity of stale sequences at the version that sampled them, with the adapter kept for it."""
-        held = self.actor_rollout_wg.published_versions()[0] if self.orbit.parity.audit_samples else []
-        stale = [
-            (row, version)
-            for row, version in tokens.version_of_row.items()
-            if version in held and version != self.trained_version
-        ]
-        if not stale:
-            return {}
-        version = Counter(version for _, version in stale).most_common(1)[0][0]
-        rows = [row for row, row_version in stale if row_version == version][: self.orbit.parity.audit_samples]
-        num_ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
-        rows = rows[: len(rows) // num_ranks * num_ranks]
-        if not rows:
-            return {}
-        audited = KVBatchMeta(
-            partition_id=batch.partition_id,
-            keys=[batch.keys[row] for row in rows],
-            tags=[batch.tags[row] for row in rows],
-            extra_info={
-                "calculate_entropy": False,
-                "compute_loss": False,
-                "temperature": self.config.actor_rollout_ref.rollout.temperature,
-                "micro_batch_size_per_gpu": len(rows) // num_ranks,
-            },
-        )
-        self.actor_rollout_wg.use_published(version)
-        try:
-            self.actor_rollout_wg.compute_log_prob(audited)
-        finally:
-            self.actor_rollout_wg.use_current()
-        recomputed = SampledTokens.read(audited, trained_field="log_probs")
-        return parity_metrics(recomputed.sampled_T, recomputed.trained_T, "audit_")
-
-    def _gate(self, metrics: dict[str, float]) -> None:
-        found = violations(metrics, self.orbit.parity)
-        if not found:
-            return
-        message = f"step {self.global_steps}, version {self.trained_version}: {'; '.join(found)}"
-        if self.orbit.parity.on_violation == "stop":
-            raise ParityError(
-                f"{message}. Trainer and server compute different policies; nothing was trained on this mini-batch"
-            )
-        logger.warning("orbit: parity: %s", message)
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         """Does verl's update, and ends a run whose steps are skipped.
@@ -331,7 +230,7 @@ class OrbitTrainer(PPOTrainer):
         """
         batch = super()._update_actor(batch, metrics)
         skipped, in_a_row = self.actor_rollout_wg.skipped_steps()[0]
-        metrics["orbit/update/skipped_steps_total"] = skipped - self._num_skipped_steps
+        metrics["orbit/update/skipped_steps"] = skipped - self._num_skipped_steps
         self._num_skipped_steps = skipped
         if in_a_row > self.orbit.max_skipped_steps:
             raise RuntimeError(
@@ -361,18 +260,8 @@ class OrbitTrainer(PPOTrainer):
                 "samples came of them; the first error of an agent loop, reward or server in the log says why"
             )
 
-    def _check_servers(self) -> None:
-        for manager in self._rollout_server_managers():
-            for address in manager.get_addresses():
-                try:
-                    SlotClient(f"http://{address}", timeout_s=self.orbit.slots.timeout_s).status()
-                except CallError as error:
-                    if error.status is not None:
-                        continue  # whatever it says, it runs
-                    raise RuntimeError(
-                        f"step {self.global_steps}: the SGLang server at {address} does not answer "
-                        f"({error.message}); see its log above, then resume with trainer.resume_mode=auto"
-                    ) from error
+    def _server_addresses(self) -> list[str]:
+        return [address for manager in self._rollout_server_managers() for address in manager.get_addresses()]
 
 
 class OrbitTrainerSync(OrbitTrainer, PPOTrainerSync):
@@ -406,23 +295,6 @@ class OrbitTrainerSeparateAsync(OrbitTrainer, PPOTrainerSeparateAsync):
     def get_llm_client(self) -> LLMServerClient:
         """Returns the plain client: no request is ever aborted for a new version, so none has to be resumed."""
         return self.standalone_server_manager.get_client()
-
-
-def _group_of(key: str) -> str:
-    """Returns the prompt's key of a sample's."""
-    return key.rsplit("_", 2)[0]
-
-
-def _fail_group(buffer: ReplayBuffer, group: str) -> None:
-    """Makes a group of training samples one that failed with no sample left, in the TransferQueue and for this poll."""
-    samples = buffer.partitions[TRAINING_PARTITION]
-    keys = [key for key in samples if _group_of(key) == group]
-    tq.kv_clear(keys=keys, partition_id=TRAINING_PARTITION)
-    tq.kv_put(key=group, partition_id=TRAINING_PARTITION, tag={"status": "failure"})
-    for key in keys:
-        del samples[key]
-    buffer.finished_keys[TRAINING_PARTITION].discard(group)
-    buffer.failure_keys[TRAINING_PARTITION].add(group)
 
 
 def register_sync(module: ModuleType) -> None:

@@ -33,9 +33,9 @@ def run(train, models, tmp_path_factory):
 
 
 def test_a_reward_that_is_no_number_fails_its_group_and_the_others_train(run):
-    early = [step for step in run.steps if step["orbit/update/skipped_steps_total"] == 0]
+    early = [step for step in run.steps if step["orbit/update/skipped_steps"] == 0]
     assert len(early) >= 3, run.log[-3000:]
-    failed = [step["orbit/rewards/failed_groups_total"] for step in early]
+    failed = [step["orbit/rewards/failed_groups"] for step in early]
     assert sum(failed) >= 3
     for step, groups in zip(early, failed, strict=True):
         assert math.isfinite(step["actor/grad_norm"]) and math.isfinite(step["critic/score/mean"])
@@ -48,6 +48,6 @@ def test_a_reward_that_is_no_number_fails_its_group_and_the_others_train(run):
 def test_skipped_steps_in_a_row_end_the_run_and_name_their_causes(run):
     """Two may be skipped, and each says so in its metrics; the third ends the run."""
     assert run.status != 0
-    assert [step["orbit/update/skipped_steps_total"] for step in run.steps][-2:] == [1, 1]
+    assert [step["orbit/update/skipped_steps"] for step in run.steps][-2:] == [1, 1]
     assert "3 optimiser steps in a row were skipped" in run.log
     assert "orbit.max_skipped_steps=2" in run.log and "advantages" in run.log
