@@ -24,7 +24,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -116,23 +115,19 @@ class Request:
         while self.arguments[position].startswith("-") and self.arguments[position] not in ("-c", "-m"):
             position += 2 if self.arguments[position] in _FLAGS_WITH_VALUE else 1
         what, *arguments = self.arguments[position:]
-        # A new Python begins with an empty main module; this one is the fork server's own. Nothing is stubbed by it.
-        main = sys.modules["__main__"] = types.ModuleType("__main__")
-        vars(main)["__builtins__"] = __builtins__
         sys.path[:0] = filter(None, self.environment.get("PYTHONPATH", "").split(os.pathsep))
         if what == "-m":
             sys.path.insert(0, self.folder)
             sys.argv = arguments
-            runpy._run_module_as_main(arguments[0])  # which ``python -m`` calls
+            runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
         elif what == "-c":
             sys.path.insert(0, "")
             sys.argv = ["-c", *arguments[1:]]
-            exec(arguments[0], vars(main))
+            exec(arguments[0], {"__name__": "__main__"})
         else:
             sys.path.insert(0, os.path.dirname(os.path.abspath(what)))
             sys.argv = [what, *arguments]
-            main.__file__ = what
-            exec(compile(Path(what).read_bytes(), what, "exec"), vars(main))
+            runpy.run_path(what, run_name="__main__")
 
 
 class Server:
