@@ -11,8 +11,8 @@ cd "$ROOT"
 # One thread for each of the many small processes: trainer, server and Ray's actors share the cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HYDRA_FULL_ERROR=1
-# Ray 2.60 turns token authentication on; the cluster listens on loopback only.
-export RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0 RAY_DEDUP_LOGS=0 RAY_prestart_worker_first_driver=0
+# Ray listens on every interface: who has not the token of ~/.ray/auth_token is refused.
+export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 RAY_DEDUP_LOGS=0 RAY_prestart_worker_first_driver=0
 export VERL_LOGGING_LEVEL="${VERL_LOGGING_LEVEL:-INFO}"
 # TransferQueue 0.x warns twice a call where there are fewer cores than it would like: nineteen lines of twenty.
 export TQ_LOGGING_LEVEL="${TQ_LOGGING_LEVEL:-ERROR}"

@@ -10,13 +10,22 @@ RAY_INIT = "ray_kwargs.ray_init"
 
 
 def check_cluster(config: DictConfig) -> None:
-    """Refuses a cluster that the configuration does not name, and a dashboard that every machine can reach.
+    """Refuses a cluster that the configuration does not name, and one that every machine can reach.
+
+    Ray 2.60 asks for a token unless it is told not to, and makes one for a cluster of its own.
 
     Raises:
-        ValueError: ``RAY_ADDRESS`` would join another cluster, or the dashboard would listen on every interface.
+        ValueError: ``RAY_ADDRESS`` would join another cluster, nobody would be asked for a token, or the dashboard would
+            listen on every interface.
     """
     if ray.is_initialized():
         return
+    mode = os.environ.get("RAY_AUTH_MODE", "token")
+    if mode != "token":
+        raise ValueError(
+            f"RAY_AUTH_MODE={mode!r}: Ray listens on every interface and runs code for whoever reaches it; set it to token, or "
+            "unset it"
+        )
     address = os.environ.get("RAY_ADDRESS")
     if address and address != "local" and not OmegaConf.select(config, f"{RAY_INIT}.address"):
         raise ValueError(

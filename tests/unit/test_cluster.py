@@ -24,6 +24,15 @@ def test_a_cluster_of_its_own_is_started(monkeypatch, address):
     check_cluster(_config())
 
 
+def test_a_cluster_that_asks_nobody_for_a_token_is_refused(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.raises(ValueError, match="RAY_AUTH_MODE='disabled': Ray listens on every interface"):
+        check_cluster(_config())
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    check_cluster(_config())
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
 def test_a_dashboard_on_every_interface_is_refused(monkeypatch, host):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
