@@ -1,7 +1,6 @@
 """This module reads the formats of a checkpoint folder."""
 
 import functools
-import json
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +16,8 @@ def read_scheme(model_path: str) -> BaseScheme:
     Raises:
         ValueError: there is no such folder, or its quantisation is not one of those implemented.
     """
-    return _read(json.dumps(read_config(model_path)))
+    path = _config_file(model_path)
+    return _read(path, path.stat().st_mtime_ns)
 
 
 def read_config(model_path: str) -> dict[str, Any]:
@@ -26,10 +26,7 @@ def read_config(model_path: str) -> dict[str, Any]:
     Raises:
         ValueError: there is no such folder, or the file is cut short.
     """
-    path = pathlib.Path(model_path) / "config.json"
-    if not path.is_file():
-        raise ValueError(f"model path {model_path}: no {path.name} there; download the model and name its folder")
-    return read_json(path)
+    return read_json(_config_file(model_path))
 
 
 def language_config(fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -46,6 +43,13 @@ def language_prefix(model_path: str) -> str:
     return "" if family is None else family.prefix
 
 
+def _config_file(model_path: str) -> pathlib.Path:
+    path = pathlib.Path(model_path) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"model path {model_path}: no {path.name} there; download the model and name its folder")
+    return path
+
+
 @functools.cache
-def _read(text: str) -> BaseScheme:
-    return read_base_scheme(json.loads(text))
+def _read(path: pathlib.Path, changed: int) -> BaseScheme:
+    return read_base_scheme(read_json(path))

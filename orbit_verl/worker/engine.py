@@ -220,8 +220,8 @@ class OrbitEngine(MegatronEngineWithLMHead):
         local_path: str,
         hdfs_path: str | None = None,
         global_step: int = 0,
-        *_verl: Any,
-        **_verl_too: Any,
+        *_: Any,
+        **_verl: Any,
     ) -> None:
         """Saves what ``checkpoint.save_contents`` names; see ``orbit_verl.worker.checkpoint`` for the layout.
 
@@ -234,7 +234,7 @@ class OrbitEngine(MegatronEngineWithLMHead):
         contents = set(self.checkpoint_config.save_contents)
         checkpoint.save(local_path, self._training_state(contents, global_step), self.model_config.path)
 
-    def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, *_verl: Any, **_verl_too: Any) -> None:
+    def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, *_: Any, **_verl: Any) -> None:
         """Restores what ``checkpoint.load_contents`` names.
 
         Without ``optimizer``, moments are fresh and the step is the restored one.

@@ -1,4 +1,4 @@
-"""SIGTERM ends a server that has refused requests and runs one (Qwen3, a server of its own)."""
+"""SIGTERM ends a server that has refused and aborted requests, and runs one (Qwen3, a server of its own)."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ import requests
 
 from orbit_sglang.http.ending import DRAIN_S
 from tests.support.configurations import SLOTS
-from tests.support.server import PROMPT, serve, wait_for
+from tests.support.server import PROMPT, Running, Server, serve, wait_for
 
 IDS, TEXTS = {"input_ids": PROMPT}, {"text": ["1+2", "1" * 40000, "2+3"]}
 REFUSED = (
@@ -30,8 +30,18 @@ def test_sigterm_waits_for_running_requests_alone_and_only_so_long(checkpoints, 
     with serve(checkpoints.plain("qwen3"), tmp_path / "log", *SLOTS) as server:
         for body in REFUSED:
             assert server.post("/generate", body).status_code in (400, 500)
+        abort_waiting_and_running(server)
         with requests.post(server.url + "/generate", json=long, stream=True, timeout=60):
             wait_for(lambda: server.status()["requests"])
             os.kill(server.process.pid, signal.SIGTERM)
             server.process.wait(timeout=DRAIN_S + 15)
         assert "Remaining number of requests 1. Remaining requests remaining_rids=['long']" in server.log.read_text()
+
+
+def abort_waiting_and_running(server: Server) -> None:
+    """Requests that end before and after they began: the server runs 32 at once."""
+    endless = {**IDS, "sampling_params": {"max_new_tokens": 10000, "ignore_eos": True}}
+    many = [Running(lambda: server.post("/generate", endless).json()) for _ in range(40)]
+    wait_for(lambda: sum(server.status()["requests"].values()) == len(many))
+    assert server.post("/abort_request", {"abort_all": True}).status_code == 200
+    assert {one.join()["meta_info"]["finish_reason"]["type"] for one in many} == {"abort"}

@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -19,7 +17,7 @@ from orbit_kernels.contract.payload import Adapter
 from orbit_verl.publishing.publisher import Publisher, SlotError
 from tests.support.adapters import random_adapter
 from tests.support.configurations import CONFIGURATIONS
-from tests.support.server import PROMPT, Running, Server, output_logprobs, serve, wait_for
+from tests.support.server import Running, Server, output_logprobs, serve, wait_for
 
 pytestmark = pytest.mark.server("qwen3")
 
@@ -96,23 +94,6 @@ def test_a_client_that_dies_before_its_answer_does_not_block_the_next(server):
     wait_for(lambda: server.status()["staging"] is None)
     assert server.status()["active_version"] == active
     assert sync(server, version + 1, random_adapter(3)).active_version == version + 1
-
-
-def test_a_server_that_is_told_to_end_waits_for_nobody_that_it_refused(checkpoints, tmp_path):
-    """Refused by the HTTP process, alone and in a batch, by the scheduler, and aborted while it waits or runs."""
-    with serve(checkpoints.plain("qwen3"), tmp_path / "log", *CONFIGURATIONS["qwen3"].flags) as server:
-        too_long, negative = [5] * 40000, {"temperature": -1}
-        bodies = [{"input_ids": too_long}, {"input_ids": [[5], too_long]}, {"input_ids": [5], "orbit_version": 77}]
-        for body in (*bodies, {"input_ids": [5], "sampling_params": negative}):
-            assert server.post("/generate", body).status_code == 400, body
-        endless = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 10000, "ignore_eos": True}}
-        many = [Running(lambda: server.post("/generate", endless).json()) for _ in range(40)]
-        wait_for(lambda: sum(server.status()["requests"].values()) == len(many))
-        assert server.post("/abort_request", {"abort_all": True}).status_code == 200
-        assert {one.join()["meta_info"]["finish_reason"]["type"] for one in many} == {"abort"}
-        os.kill(server.process.pid, signal.SIGTERM)
-        assert server.process.wait(timeout=20) is not None
-        assert "Remaining number of requests 0." in server.log.read_text()
 
 
 def test_a_killed_scheduler_ends_the_server_and_the_next_sync_brings_the_version_back(checkpoints, tmp_path):
