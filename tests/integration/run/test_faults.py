@@ -59,6 +59,7 @@ def test_a_killed_server_ends_a_run_whose_processes_start_as_a_users(train_as_de
     check_ended(train_as_deployed, models(torch.bfloat16), tmp_path, signal.SIGKILL).check_parity()
 
 
+@pytest.mark.long
 def test_a_hung_server_ends_the_run(train, models, tmp_path):
     check_ended(train, models(torch.bfloat16), tmp_path, signal.SIGSTOP)
 
