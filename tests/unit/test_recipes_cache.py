@@ -53,7 +53,7 @@ def test_source_digest_follows_the_contents(tmp_path):
 
 def test_two_who_start_together_build_once_and_mix_nothing(tmp_path):
     """The second one waits for the first, and finds what it made."""
-    folder, calls, built = tmp_path / "made", [], []
+    folder, calls, built = tmp_path / "made", [], {}
     begun = threading.Event()
 
     def slow(partial):
@@ -63,10 +63,10 @@ def test_two_who_start_together_build_once_and_mix_nothing(tmp_path):
         (partial / "second").write_text("")
         calls.append(partial)
 
-    first = threading.Thread(target=lambda: built.append(build_once(folder, {}, slow)))
+    first = threading.Thread(target=lambda: built.update(first=build_once(folder, {}, slow)))
     first.start()
     assert begun.wait(10)
-    built.append(build_once(folder, {}, slow))
+    built["second"] = build_once(folder, {}, slow)
     first.join()
-    assert built == [True, False] and len(calls) == 1
+    assert built == {"first": True, "second": False} and len(calls) == 1
     assert sorted(path.name for path in folder.iterdir()) == ["first", "second", "settings.json"]

@@ -69,7 +69,8 @@ def test_a_run_whose_trainer_divides_the_experts(train, tmp_path):
 def test_a_short_run(train, family, tmp_path):
     model = save_quantized(family, tmp_path / "model", experts_only=family == "kimi_k25")
     run = train(model, tmp_path / "run", *THREE_STEPS, *OVERRIDES[family]).succeeded()
-    run.check_parity()
+    # Each side chooses experts by itself, so a rounding may choose another one: seen in one of several runs, 0.17 nats in all.
+    run.check_parity(mean=1e-3, largest=0.3)
     for number, step in enumerate(run.steps, start=1):
         assert step["orbit/version/trainer"] == step["orbit/version/served"] == number + 1
         assert step["orbit/parity/num_tokens"] > 0
