@@ -68,18 +68,28 @@ TP, TP_EP, TP_ETP, PP = (
     {"pipeline": 2},
 )
 TWO = [
-    *(Case("dense", adapter, **sizes) for sizes in (TP, PP) for adapter in ("oft", "oft_split", "lora")),
+    *(Case("dense", adapter, **TP) for adapter in ("oft", "oft_split", "lora")),
+    Case("dense", **PP),
     *(Case("tied", **sizes) for sizes in (TP, PP)),
     *(Case(base, **TP) for base in ("int4", "fp8_ue8m0", "nvfp4", "bf16")),
-    *(Case("moe", adapter, **sizes) for sizes in (TP, TP_EP, TP_ETP, PP) for adapter in ("oft", "oft_common", "lora")),
-    *(Case("latent", adapter, **sizes) for sizes in (TP, TP_EP, TP_ETP) for adapter in ("oft", "lora")),
+    *(Case("moe", **sizes) for sizes in (TP, TP_EP, TP_ETP, PP)),
+    *(Case("moe", adapter, **sizes) for sizes in (TP_EP, TP_ETP) for adapter in ("oft_common", "lora")),
+    *(Case("latent", **sizes) for sizes in (TP, TP_EP, TP_ETP)),
+    Case("latent", "lora", **TP),
     Case("moe", pipeline=2, last_stage=1),
     *(Case("moe", recompute=True, **sizes) for sizes in (TP_EP, PP)),
     Case("latent", recompute=True, **TP),
     Case("latent", **PP),
     *(Case(base, packed=packed) for base in ("dense", "moe", "latent") for packed in (True, False)),
-    *(Case(base, packed=False, **sizes) for base in ("dense", "moe", "latent") for sizes in (TP, PP)),
-    *(Case(base, packed=False, **sizes) for base in ("moe", "latent") for sizes in ({"expert": 2}, TP_EP)),
+    *(Case(base, packed=False, **TP) for base in ("dense", "moe", "latent")),
+    *(Case(base, packed=False, expert=2) for base in ("moe", "latent")),
+]
+TWO_MORE = [
+    *(Case("dense", adapter, **PP) for adapter in ("oft_split", "lora")),
+    *(Case("moe", adapter, **sizes) for sizes in (TP, PP) for adapter in ("oft_common", "lora")),
+    *(Case("latent", "lora", **sizes) for sizes in (TP_EP, TP_ETP)),
+    *(Case(base, packed=False, **PP) for base in ("dense", "moe", "latent")),
+    *(Case(base, packed=False, **TP_EP) for base in ("moe", "latent")),
 ]
 FOUR = [
     Case("dense", **TP),
@@ -207,8 +217,8 @@ def cases(rank: int, folders: dict, out: Path, save, *, chosen: list[Case]) -> N
 
 def main() -> None:
     folders, out, more = module_arguments()
-    for ranks, chosen in ((2, TWO), (4, FOUR + FOUR_MORE if more else FOUR)):
-        in_order = sorted(chosen, key=lambda case: str(case.sizes))
+    for ranks, usual, longer in ((2, TWO, TWO_MORE), (4, FOUR, FOUR_MORE)):
+        in_order = sorted(usual + longer if more else usual, key=lambda case: str(case.sizes))
         assert fork(ranks, partial(cases, chosen=in_order), folders, Path(out) / str(ranks)) == [0] * ranks
 
 

@@ -22,7 +22,7 @@ from tests.support.engines import (
     sequences,
 )
 from tests.support.expert_parallel_engine import state
-from tests.support.parallel_ranks import FOUR, FOUR_MORE, RESUMED, TWO, Case, engine_of, replayed_rows, step
+from tests.support.parallel_ranks import FOUR, FOUR_MORE, RESUMED, TWO, TWO_MORE, Case, engine_of, replayed_rows, step
 from tests.support.quantized import quantize, weight_format
 from tests.support.ranks import read, run_module
 from tests.support.tiny_models import save_trained
@@ -31,7 +31,8 @@ FP32, BF16 = torch.float32, torch.bfloat16
 QUANTISED = ("int4", "fp8_ue8m0", "nvfp4")
 STAGES_ALONE = [Case("", pipeline=2, last_stage=layers).sizes for layers in (None, 1)]
 RANKS = [(case, 2) for case in TWO] + [(case, 4) for case in FOUR]
-CASES = [*RANKS, *(pytest.param(case, 4, marks=pytest.mark.long) for case in FOUR_MORE)]
+LONGER = [(case, 2) for case in TWO_MORE] + [(case, 4) for case in FOUR_MORE]
+CASES = [*RANKS, *(pytest.param(*both, marks=pytest.mark.long) for both in LONGER)]
 
 pytestmark = pytest.mark.slow
 every_case = pytest.mark.parametrize("case, num_ranks", CASES, ids=lambda value: str(value))
