@@ -18,7 +18,7 @@ test: setup
 	$(PYTEST) -m "alone and not gpu and not long" $(ARGS)
 
 test-fast: setup
-	$(PYTEST) -m "not gpu and not long and not slow" -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(PYTEST) -m "not gpu and not long and not slow and not alone" -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 test-long: setup
 	ORBIT_SOAK_REQUESTS=10000 ORBIT_FUZZ_EXAMPLES=17000 $(PYTEST) -m "(long or sized) and not gpu" -n 2 --dist loadgroup \

@@ -1,4 +1,4 @@
-"""This SGLang plugin puts adapter slots into a running server, which switches them at a batch boundary.
+"""This SGLang plugin gives a server two adapter slots; a version staged in the inactive one is activated at a batch boundary.
 
 - ``plugin`` is the entry point; ``upstream`` holds how SGLang is changed, with the proof that it is.
 - ``startup`` holds options, flags, and what is checked before anything is allocated.

@@ -1,7 +1,7 @@
 """This module lists every change to SGLang 0.5.12; ``orbit doctor --changes`` prints it.
 
-The changes are grouped by process, in the order in which a request meets them. A GPU needs the sections up to
-``MODEL``; those of ``orbit_sglang.cpu.changes`` are left out elsewhere.
+The changes are grouped by process, in the order in which a request meets them. A GPU needs all of them but those of
+``orbit_sglang.cpu.changes``.
 """
 
 from sglang.srt.plugins.hook_registry import HookType
@@ -26,7 +26,7 @@ HTTP = "HTTP process"
 SCHEDULER = "scheduler process"
 MODEL = "model, in the scheduler process"
 
-BEFORE, AFTER, AROUND, REPLACE = HookType.BEFORE, HookType.AFTER, HookType.AROUND, HookType.REPLACE
+BEFORE, AFTER, AROUND = HookType.BEFORE, HookType.AFTER, HookType.AROUND
 SLOTS = "SGLang has versions of an adapter that change while it generates"
 _ARGS = "sglang.srt.server_args.ServerArgs"
 _SERVER = "sglang.srt.entrypoints.http_server."

@@ -25,7 +25,7 @@ ENGINE = "CPU: engine, sampling and loading"
 BASE = "CPU: the base as it is stored"
 ATTENTION = "CPU: latent attention"
 
-BEFORE, AFTER, AROUND, REPLACE = HookType.BEFORE, HookType.AFTER, HookType.AROUND, HookType.REPLACE
+AFTER, AROUND, REPLACE = HookType.AFTER, HookType.AROUND, HookType.REPLACE
 CPU_KERNELS = "SGLang computes it on a CPU without AMX"
 _ENGINE = "sglang.srt.entrypoints.engine.Engine."
 _CAPTURER = "sglang.srt.state_capturer."

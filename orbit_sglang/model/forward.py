@@ -10,7 +10,8 @@ from sglang.srt.server_args import ServerArgs
 
 from orbit_sglang.control.messages import INFO_KEY
 from orbit_sglang.model.resident import ResidentBase
-from orbit_sglang.model.slots import BatchSlots, SlotBank
+from orbit_sglang.model.slots import SlotBank
+from orbit_sglang.model.slotted.batch import BatchSlots
 from orbit_sglang.startup.options import SlotsConfig
 
 
@@ -48,18 +49,18 @@ def after_init_new(result: ForwardBatch, cls: type, batch: Any, model_runner: Mo
     Requests may move before the pass has ended.
     """
     if model_runner.server_args.enable_orbit_slots and batch.reqs:
-        pins = [req.orbit for req in batch.reqs]
-        result.orbit = BatchVersions([pin.slot for pin in pins], [pin.version for pin in pins])
+        own = [req.orbit for req in batch.reqs]
+        result.orbit = BatchVersions([each.slot for each in own], [each.version for each in own])
 
 
 def around_forward(original: Callable, runner: ModelRunner, forward_batch: ForwardBatch, *args: Any, **kwargs: Any):
     """Runs the pass with its batch's slots, and gives its logits the versions; runs around ``ModelRunner.forward``."""
-    batch = getattr(forward_batch, "orbit", None)
-    if batch is None:
+    at_launch = getattr(forward_batch, "orbit", None)
+    if at_launch is None:
         return original(runner, forward_batch, *args, **kwargs)
     lengths = forward_batch.extend_seq_lens_cpu if forward_batch.forward_mode.is_extend() else None
-    with runner.orbit_slots.batch.running(batch.slots, lengths):
+    with runner.orbit_slots.batch.running(at_launch.slots, lengths):
         output = original(runner, forward_batch, *args, **kwargs)
     logits = output.logits_output
-    logits.customized_info = {**(logits.customized_info or {}), INFO_KEY: batch.versions}
+    logits.customized_info = {**(logits.customized_info or {}), INFO_KEY: at_launch.versions}
     return output

@@ -140,8 +140,8 @@ class SlotBank:
 
     def _add_experts(self, method: StoredExperts, num_experts: int) -> None:
         if self._config.experts == "common":
-            shared = {group: self._slotted(method.linear(group, None)) for group in method.groups}
-            found = {group: linear for group, linear in shared.items() if linear is not None}
+            common = {group: self._slotted(method.linear(group, None)) for group in method.groups}
+            found = {group: linear for group, linear in common.items() if linear is not None}
             method.adapter = CommonExpertAdapter(found, num_experts, self.batch)
             return
         each = {

@@ -81,9 +81,9 @@ def around_init(original: Callable, server_args: ServerArgs, *args: Any, **kwarg
     """
     for flag in FLAGS:
         setattr(server_args, flag.field, kwargs.pop(flag.field, flag.default))
-    if server_args.enable_orbit_slots and kwargs.get("enable_multimodal") is None:
-        kwargs["enable_multimodal"] = False  # before SGLang looks for a processor of images
     if server_args.enable_orbit_slots:
+        if kwargs.get("enable_multimodal") is None:
+            kwargs["enable_multimodal"] = False  # before SGLang looks for a processor of images
         _check_json(*args, **kwargs)
     original(server_args, *args, **kwargs)
     if server_args.enable_orbit_slots:

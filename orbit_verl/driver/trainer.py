@@ -303,7 +303,7 @@ def register_sync(module: ModuleType) -> None:
 
 
 def register_separate_async(module: ModuleType) -> None:
-    """Lets mode ``separate_async`` do so too, once ``verl.trainer.ppo.v1`` is imported."""
+    """Lets mode ``separate_async`` build Orbit's trainer likewise, once ``verl.trainer.ppo.v1`` is imported."""
     registry = module.trainer_base.TRAINER_REGISTRY
     _choose_trainer(registry, "separate_async", PPOTrainerSeparateAsync, OrbitTrainerSeparateAsync)
 

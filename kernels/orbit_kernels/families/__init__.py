@@ -1,7 +1,8 @@
 """This package has the families of decoders: one module a family says what its Hugging Face configuration means.
 
 A family whose attention and MLP exist already is a module here and a line in ``FAMILIES``. New mathematics are a field of
-``DecoderArchitecture``, which the trainer's model (``orbit_verl/model``) reads; SGLang has models of its own.
+``DecoderArchitecture``, which the trainer's model (``orbit_verl/model``) reads; SGLang has models of its own. What else a
+family may need, such as linears that SGLang fuses differently, stands under "To add" in ``docs/architecture.md``.
 """
 
 from typing import Any
